@@ -1,0 +1,91 @@
+"""What is to be launched, as plain data: nothing here knows whether a GPU or a CPU will run it.
+
+A pass turns its geometry into a `Plan`; `launching.gpu` and `launching.cpu` both know how to run one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One specialised kernel: a file of kernels_cu, an entry in it, and its compile-time constants.
+
+    `constants` become lines in front of the text, in this order: a dtype is `using NAME = <C type>;`,
+    a bool, an int or a float is `constexpr`. Equal kernels have equal text, so this is the cache key.
+    """
+
+    file: str
+    entry: str
+    constants: tuple[tuple[str, object], ...] = ()
+    min_capability: tuple[int, int] = (7, 5)
+    """The least compute capability whose instructions the text uses."""
+    arch: str | None = None
+    """Set when the text is for one architecture only ("sm_90a"): such a kernel has a portable twin."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A pointer argument: the named array, `offset` elements in."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A `const __grid_constant__ CUtensorMap` argument: a 3-D tiled view of a named array for TMA.
+
+    `dims`, innermost first, in elements; `strides`, in elements, of dims 1 and 2 (dim 0 is contiguous);
+    `box`: the tile one copy brings (elements, innermost first). Rows of the box are swizzled over 128
+    bytes; what lies outside `dims` arrives as zero.
+    """
+
+    name: str
+    offset: int
+    dims: tuple[int, int, int]
+    strides: tuple[int, int]
+    box: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A temporary array of a plan, allocated for the call and not initialised."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. `arguments` are Operand, TensorMap or NumPy scalars, in the kernel's order."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    arguments: tuple[object, ...]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launches in stream order, and the scratch arrays they share. An empty plan launches nothing."""
+
+    launches: tuple[Launch, ...] = ()
+    scratch: tuple[Scratch, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Device:
+    """What planning needs to know of the machine that will run the kernels."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    """The most dynamic shared memory a block may ask for, in bytes."""
+    tensor_maps: bool
+    """Whether TMA descriptors can be made: compute capability 9.0 and cuda-bindings installed."""
