@@ -71,9 +71,13 @@ class Launch:
     shared_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """Launches in stream order, and the scratch arrays they share. An empty plan launches nothing."""
+    """Launches in stream order, and the scratch arrays they share. An empty plan launches nothing.
+
+    Equal only to itself: passes make one per problem and device and keep it, and what a plan was
+    compiled to is found by its identity.
+    """
 
     launches: tuple[Launch, ...] = ()
     scratch: tuple[Scratch, ...] = field(default=())

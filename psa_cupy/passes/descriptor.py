@@ -7,6 +7,7 @@ a direction of it: "plain" (no tensor cores, any GPU), "portable" (mma.sync, sm_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Variant:
     plan: Callable[[PSAProblem, Device], Plan]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """One step of the block.
 
@@ -66,6 +67,11 @@ class Pass:
     def choose(self, direction: str, problem: PSAProblem, device: Device) -> Variant:
         """The first variant of a direction that supports the problem on the device."""
         return next(v for v in self.variants[direction] if v.supports(problem, device))
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - passes live as long as the module
+    def plan(self, direction: str, problem: PSAProblem, device: Device) -> Plan:
+        """The plan of the chosen variant: made once per problem and device."""
+        return self.choose(direction, problem, device).plan(problem, device)
 
     def variant(self, direction: str, name: str) -> Variant:
         """A variant by name.

@@ -1,0 +1,155 @@
+"""Runs plans on CuPy arrays: compiles with cupy.RawKernel and launches on CuPy's current stream.
+
+A plan is bound to a device once (`bind`): compiled kernels and prepared argument buffers. A later call
+only writes addresses into those buffers and launches: no synchronisation, no host copy. Imported lazily:
+it needs CuPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Mapping
+
+import cupy
+import numpy as np
+from cupy.cuda import driver
+
+from psa_cupy.launching import tensor_map
+from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, TensorMap
+from psa_cupy.launching.source import render
+
+_retained: list[cupy.ndarray] = []
+"""Scratch of launches captured into graphs, kept for the life of the process: a graph may be replayed."""
+
+
+@functools.cache
+def device(device_id: int) -> Device:
+    """What planning needs to know of a CUDA device."""
+    handle = cupy.cuda.Device(device_id)
+    attributes = handle.attributes
+    capability = (attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"])
+    return Device(
+        capability=capability,
+        multiprocessors=attributes["MultiProcessorCount"],
+        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+        tensor_maps=capability == (9, 0) and tensor_map.available(),
+    )
+
+
+def run(plan: Plan, operands: Mapping[str, cupy.ndarray]) -> None:
+    """Launch a plan on the current device and stream.
+
+    Parameters
+    ----------
+    plan : Plan
+        Kept by identity: pass the same object for the same problem.
+    operands : mapping of str to cupy.ndarray
+        C-contiguous arrays, by the names that the plan's arguments use.
+    """
+    if plan.launches:
+        bind(plan, cupy.cuda.runtime.getDevice())({name: array.data.ptr for name, array in operands.items()})
+
+
+@functools.lru_cache(maxsize=4096)
+def bind(plan: Plan, device_id: int) -> Executable:
+    """The plan's executable on a device, which must be the current one.
+
+    Raises
+    ------
+    RuntimeError
+        If the current stream is capturing: a first call compiles and loads kernels.
+    """
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "psa_cupy: a first call with this shape and dtype cannot be captured into a graph, since it "
+            "loads kernels: call once before the capture"
+        )
+    return Executable(plan, device_id)
+
+
+class Executable:
+    """A plan bound to a device. Calling it launches; several threads may."""
+
+    def __init__(self, plan: Plan, device_id: int):
+        self._scratch = plan.scratch
+        self._launches = [_BoundLaunch(launch, device_id) for launch in plan.launches]
+
+    def __call__(self, addresses: Mapping[str, int]) -> None:
+        """Launch on the current stream; `addresses` are the operands' base addresses."""
+        stream = cupy.cuda.get_current_stream()
+        if self._scratch:
+            addresses = {**addresses, **self._allocate_scratch(stream)}
+        for launch in self._launches:
+            launch(addresses, stream.ptr)
+
+    def _allocate_scratch(self, stream) -> dict[str, int]:
+        arrays = {s.name: cupy.empty(s.shape, s.dtype) for s in self._scratch}
+        if stream.is_capturing():
+            _retained.extend(arrays.values())
+        # Not retained otherwise: the pool hands memory out again in stream order.
+        return {name: array.data.ptr for name, array in arrays.items()}
+
+
+class _BoundLaunch(threading.local):
+    """A launch with its kernel loaded and its arguments laid out; one argument buffer for each thread.
+
+    (A subclass of threading.local runs __init__ again, with the same arguments, in every thread that
+    uses the object: the driver reads the buffer while another thread may be filling its own.)
+    """
+
+    def __init__(self, launch: Launch, device_id: int):
+        self._function = load(launch.kernel, launch.shared_bytes, device_id)
+        self._geometry = (*launch.grid, *launch.block, launch.shared_bytes)
+        self._values = [_argument_buffer(argument) for argument in launch.arguments]
+        self._pointers = [
+            (value, argument.name, argument.offset * argument_itemsize(launch.kernel))
+            for value, argument in zip(self._values, launch.arguments, strict=True)
+            if isinstance(argument, Operand)
+        ]
+        self._maps = [
+            (value, functools.lru_cache(maxsize=256)(functools.partial(_encode, argument, launch.kernel)))
+            for value, argument in zip(self._values, launch.arguments, strict=True)
+            if isinstance(argument, TensorMap)
+        ]
+        self._map_names = [a.name for a in launch.arguments if isinstance(a, TensorMap)]
+        self._parameters = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
+        self._parameters_address = ctypes.addressof(self._parameters)
+
+    def __call__(self, addresses: Mapping[str, int], stream: int) -> None:
+        for value, name, byte_offset in self._pointers:
+            value.value = addresses[name] + byte_offset
+        for (value, encode), name in zip(self._maps, self._map_names, strict=True):
+            value.raw = encode(addresses[name])
+        driver.launchKernel(self._function.ptr, *self._geometry, stream, self._parameters_address, 0)
+
+
+def argument_itemsize(kernel: Kernel) -> int:
+    """Bytes per element of the kernel's element type T, in which operand offsets are counted."""
+    return dict(kernel.constants)["T"].itemsize
+
+
+def _argument_buffer(argument: object):
+    """Host memory for one kernel argument; scalars are written once, here."""
+    if isinstance(argument, Operand):
+        return ctypes.c_uint64()
+    if isinstance(argument, TensorMap):
+        return ctypes.create_string_buffer(128)
+    if isinstance(argument, np.generic):
+        return ctypes.create_string_buffer(argument.tobytes(), argument.itemsize)
+    raise TypeError(f"launch argument {argument!r}: expected an Operand, a TensorMap or a NumPy scalar")
+
+
+def _encode(argument: TensorMap, kernel: Kernel, address: int) -> bytes:
+    return tensor_map.encode(argument, address, dict(kernel.constants)["T"])
+
+
+@functools.cache
+def load(kernel: Kernel, shared_bytes: int, device_id: int):
+    """The compiled kernel on a device (a cupy Function), allowed the shared memory it asks for."""
+    options = ("-std=c++17",) + ((f"-arch={kernel.arch}",) if kernel.arch else ())
+    raw = cupy.RawKernel(render(kernel), kernel.entry, options=options)
+    if shared_bytes > 48 * 1024:
+        raw.max_dynamic_shared_size_bytes = shared_bytes
+    return raw.kernel
