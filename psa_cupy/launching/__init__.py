@@ -70,6 +70,10 @@ class OnGpu:
         with self._handle:
             self._gpu.run(plan, operands)
 
+    def launch(self, plan: Plan, addresses: dict[str, int]) -> None:
+        """Launch a plan that has run before on this device, which is the current one."""
+        self._gpu.bind(plan, self._handle.id)(addresses)
+
 
 _REFERENCE, _CPU_KERNELS = OnCpu(is_reference=True), OnCpu(is_reference=False)
 _on_gpu = functools.cache(OnGpu)

@@ -29,7 +29,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Operand:
-    """A pointer argument: the named array, `offset` elements in."""
+    """A pointer argument: the named array, `offset` elements of the kernel's type T in."""
 
     name: str
     offset: int = 0

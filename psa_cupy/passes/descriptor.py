@@ -69,9 +69,11 @@ class Pass:
         return next(v for v in self.variants[direction] if v.supports(problem, device))
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - passes live as long as the module
-    def plan(self, direction: str, problem: PSAProblem, device: Device) -> Plan:
-        """The plan of the chosen variant: made once per problem and device."""
-        return self.choose(direction, problem, device).plan(problem, device)
+    def plan(self, direction: str, problem: PSAProblem, device: Device, variant: str | None = None) -> Plan:
+        """The plan of the named variant, by default the chosen one: made once per problem and device."""
+        if variant is None:
+            return self.choose(direction, problem, device).plan(problem, device)
+        return self.variant(direction, variant).plan(problem, device)
 
     def variant(self, direction: str, name: str) -> Variant:
         """A variant by name.

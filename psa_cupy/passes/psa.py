@@ -1,0 +1,356 @@
+"""The fused front door: attention straight from and to NCHW arrays, forward and backward.
+
+Each call is checked in full once for its shapes (`forward_with`, `backward_with`); a later call on CuPy
+arrays with the same shapes finds a prepared one, checks only what can have changed (addresses, layout,
+overlap) and launches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from psa_cupy import reference
+from psa_cupy.arguments import (
+    cupy_if_imported,
+    require_disjoint,
+    require_dtype,
+    require_shape,
+    require_target,
+    softmax_scale,
+)
+from psa_cupy.geometry import PSAGeometry
+from psa_cupy.launching import place
+from psa_cupy.passes import (
+    flash_attention,
+    psa_backward as portable_backward,
+    psa_backward_hopper as hopper_backward,
+    psa_forward as portable_forward,
+    psa_forward_hopper as hopper_forward,
+)
+from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always
+
+
+class PSAForward(NamedTuple):
+    """The results of `psa_forward`."""
+
+    out: object
+    lse: object
+
+
+def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None) -> PSAForward:
+    """Position-sensitive attention of every head, NCHW to NCHW, in one kernel.
+
+    For each head, `out = V softmax(scale * Q^T K)^T` over the N = H*W tokens, with float32 accumulation
+    (float64 for float64 arrays). No N x N array is made.
+
+    Parameters
+    ----------
+    qkv : array, (B, num_heads*(2*key_dim + value_dim), H, W)
+        float16, bfloat16, float32 or float64; NumPy or CuPy. Per head: key_dim Q channels, key_dim K
+        channels, value_dim V channels. Any strides; what is not in C order is copied once.
+    num_heads : int
+        At least 1.
+    key_dim : int, optional
+        1 to 128. By default a quarter of a head's channels, so that value_dim = 2*key_dim; given, the
+        rest of a head's channels, at most 256, is value_dim.
+    scale : float, optional
+        Softmax scale; `key_dim ** -0.5` by default. 0 and negative numbers are allowed.
+    out, lse : array, optional
+        Arrays to write the results to: C-contiguous, of the results' shapes and dtypes, apart from each
+        other and from qkv.
+
+    Returns
+    -------
+    PSAForward
+        out (B, num_heads*value_dim, H, W), dtype of qkv; lse (B, num_heads, N), the natural logarithm of
+        the sum of the exponentials of the scaled scores, float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, NumPy and CuPy are mixed, or a dtype is not supported.
+    ValueError
+        If sizes do not fit together, exceed the limits, or a target cannot be written to.
+
+    Notes
+    -----
+    FlashAttention-2 [1]_ with the layout of YOLOv10's PSA block [2]_.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
+       arXiv:2307.08691.
+    .. [2] A. Wang et al., "YOLOv10: Real-Time End-to-End Object Detection", arXiv:2405.14458.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import psa_cupy
+    >>> qkv = np.random.default_rng(0).standard_normal((1, 2 * 128, 20, 20), dtype=np.float32)
+    >>> out, lse = psa_cupy.psa_forward(qkv, num_heads=2)
+    >>> out.shape, lse.shape
+    ((1, 128, 20, 20), (1, 2, 400))
+    """
+    cupy = cupy_if_imported()
+    if cupy is not None and type(qkv) is cupy.ndarray and type(num_heads) is int:
+        key = ("forward", qkv.shape, qkv.dtype, num_heads, key_dim, scale, type(scale), qkv.data.device_id)
+        prepared = _prepared.get(key)
+        if prepared is not None:
+            results = prepared.call(cupy, (qkv,), (out, lse))
+            if results is not None:
+                return PSAForward(*results)
+        return _forward(qkv, num_heads, key_dim, scale, out, lse, prepare_as=key)
+    return _forward(qkv, num_heads, key_dim, scale, out, lse)
+
+
+def psa_backward(
+    d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d_v_branch=None, d_qkv=None
+):
+    """The gradient of `psa_forward` with respect to qkv.
+
+    Parameters
+    ----------
+    d_out : array, (B, num_heads*value_dim, H, W)
+        The gradient of the loss with respect to out; dtype of qkv.
+    qkv : array, (B, num_heads*(2*key_dim + value_dim), H, W)
+        The input of psa_forward.
+    out, lse : array
+        Its results.
+    num_heads, key_dim, scale
+        As in psa_forward.
+    d_v_branch : array, optional
+        The gradient that reaches V by another branch (the block's positional encoding), shape and dtype
+        of out: added to V's gradient before it is rounded.
+    d_qkv : array, optional
+        A gradient to add to: C-contiguous, shape and dtype of qkv, apart from the inputs.
+
+    Returns
+    -------
+    array
+        d_qkv, shape and dtype of qkv: the given one, added to, or a new one.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, NumPy and CuPy are mixed, or dtypes differ.
+    ValueError
+        If sizes do not fit together, exceed the limits, or d_qkv cannot be written to.
+
+    Notes
+    -----
+    The probabilities are computed again from lse (FlashAttention-2, arXiv:2307.08691). The same call
+    gives the same bits: every address is written once, by a sum rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import psa_cupy
+    >>> qkv = np.random.default_rng(0).standard_normal((1, 2 * 128, 20, 20), dtype=np.float32)
+    >>> out, lse = psa_cupy.psa_forward(qkv, num_heads=2)
+    >>> psa_cupy.psa_backward(np.ones_like(out), qkv, out, lse, num_heads=2).shape
+    (1, 256, 20, 20)
+    """
+    cupy = cupy_if_imported()
+    if cupy is not None and type(qkv) is cupy.ndarray and type(num_heads) is int:
+        key = (
+            ("backward", d_v_branch is None, d_qkv is None),
+            *(qkv.shape, qkv.dtype, num_heads, key_dim, scale, type(scale), qkv.data.device_id),
+        )
+        prepared = _prepared.get(key)
+        if prepared is not None:
+            inputs = (d_out, qkv, out, lse) if d_v_branch is None else (d_out, qkv, out, lse, d_v_branch)
+            results = prepared.call(cupy, inputs, (d_qkv,))
+            if results is not None:
+                return results[0]
+        return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, prepare_as=key)
+    return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv)
+
+
+def forward_with(variant, qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None) -> PSAForward:
+    """`psa_forward` by the named kernel variant: how tests force one."""
+    return _forward(qkv, num_heads, key_dim, scale, out, lse, variant=variant)
+
+
+def backward_with(
+    variant, d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d_v_branch=None, d_qkv=None
+):
+    """`psa_backward` by the named kernel variant: how tests force one."""
+    return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, variant=variant)
+
+
+def lse_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of lse: float32, float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _forward(qkv, num_heads, key_dim, scale, out, lse, variant=None, prepare_as=None) -> PSAForward:
+    name = "psa_forward"
+    where = place(name, qkv=qkv, out=out, lse=lse)
+    dtype = require_dtype(name, "qkv", qkv)
+    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
+    softmax = softmax_scale(name, scale, geometry.key_dim)
+    require_target(name, "out", out, geometry.out_shape, dtype)
+    require_target(name, "lse", lse, geometry.lse_shape, lse_dtype(dtype))
+    require_disjoint(name, {"out": out, "lse": lse}, {"qkv": qkv})
+
+    if where.is_reference and variant is None:
+        results = reference.psa_forward(qkv, num_heads, key_dim=geometry.key_dim, scale=softmax)
+        return PSAForward(*(_written(r, target) for r, target in zip(results, (out, lse), strict=True)))
+
+    out = where.empty(geometry.out_shape, dtype) if out is None else out
+    lse = where.empty(geometry.lse_shape, lse_dtype(dtype)) if lse is None else lse
+    if geometry.is_empty:
+        return PSAForward(out, lse)
+    qkv = where.contiguous(qkv)
+    problem = PSAProblem(geometry, dtype, softmax, aligned=where.aligned(qkv, out, lse))
+    plan = PSA.plan("forward", problem, where.device, variant)
+    where.run(plan, {"qkv": qkv, "out": out, "lse": lse})
+    if prepare_as is not None and problem.aligned:
+        _prepared[prepare_as] = _Prepared(
+            where,
+            plan,
+            inputs={"qkv": (geometry.qkv_shape, dtype)},
+            targets={"out": (geometry.out_shape, dtype), "lse": (geometry.lse_shape, lse_dtype(dtype))},
+        )
+    return PSAForward(out, lse)
+
+
+def _backward(
+    d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, variant=None, prepare_as=None
+):
+    name = "psa_backward"
+    inputs = {"d_out": d_out, "qkv": qkv, "out": out, "lse": lse, "d_v_branch": d_v_branch}
+    where = place(name, **inputs, d_qkv=d_qkv)
+    dtype = require_dtype(name, "qkv", qkv)
+    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
+    softmax = softmax_scale(name, scale, geometry.key_dim)
+    specification = {
+        "d_out": (geometry.out_shape, dtype),
+        "qkv": (geometry.qkv_shape, dtype),
+        "out": (geometry.out_shape, dtype),
+        "lse": (geometry.lse_shape, lse_dtype(dtype)),
+        "d_v_branch": (geometry.out_shape, dtype),
+    }
+    inputs = {input_name: array for input_name, array in inputs.items() if array is not None}
+    for input_name, array in inputs.items():
+        require_dtype(name, input_name, array, specification[input_name][1])
+        require_shape(name, input_name, array, specification[input_name][0])
+    require_target(name, "d_qkv", d_qkv, geometry.qkv_shape, dtype)
+    require_disjoint(name, {"d_qkv": d_qkv}, inputs)
+
+    if where.is_reference and variant is None:
+        return reference.psa_backward(
+            *(d_out, qkv, out, lse, num_heads),
+            key_dim=geometry.key_dim,
+            scale=softmax,
+            d_v_branch=d_v_branch,
+            d_qkv=d_qkv,
+        )
+
+    accumulate = d_qkv is not None
+    d_qkv = d_qkv if accumulate else where.empty(geometry.qkv_shape, dtype)
+    if geometry.is_empty:
+        return d_qkv
+    operands = {input_name: where.contiguous(array) for input_name, array in inputs.items()}
+    operands["d_qkv"] = d_qkv
+    problem = PSAProblem(
+        geometry, dtype, softmax, where.aligned(*operands.values()), accumulate, d_v_branch is not None
+    )
+    plan = PSA.plan("backward", problem, where.device, variant)
+    where.run(plan, operands)
+    if prepare_as is not None and problem.aligned:
+        _prepared[prepare_as] = _Prepared(
+            where,
+            plan,
+            inputs={input_name: specification[input_name] for input_name in inputs},
+            targets={"d_qkv": specification["qkv"]},
+        )
+    return d_qkv
+
+
+def _written(result, target):
+    """`result`, copied to the caller's target if there is one."""
+    if target is None:
+        return result
+    target[...] = result
+    return target
+
+
+class _Prepared:
+    """A call on CuPy arrays whose shapes, dtypes and parameters have been checked in full before.
+
+    Holds for one device and aligned operands. `call` checks the rest and launches, or answers None when
+    the arrays need the full way (a copy, another alignment, an error to raise).
+    """
+
+    def __init__(self, where, plan, inputs, targets):
+        self._where, self._plan = where, plan
+        self._inputs = tuple((name, *spec) for name, spec in inputs.items())
+        self._targets = tuple((name, *spec) for name, spec in targets.items())
+
+    def call(self, cupy, inputs, targets):
+        if inputs[0].data.device_id != cupy.cuda.runtime.getDevice():
+            return None
+        results = tuple(
+            cupy.empty(shape, dtype) if target is None else target
+            for target, (_, shape, dtype) in zip(targets, self._targets, strict=True)
+        )
+        addresses, ends = {}, {}
+        specification = self._inputs + self._targets
+        for array, (name, shape, dtype) in zip(inputs + results, specification, strict=True):
+            if not _fits(cupy, array, shape, dtype):
+                return None
+            addresses[name] = array.data.ptr
+            ends[name] = addresses[name] + array.nbytes
+        for array, (name, _, _) in zip(targets, self._targets, strict=True):
+            if array is not None and _overlaps_another(name, addresses, ends):
+                return None
+        self._where.launch(self._plan, addresses)
+        return results
+
+
+def _fits(cupy, array, shape, dtype) -> bool:
+    return (
+        type(array) is cupy.ndarray
+        and array.shape == shape
+        and array.dtype == dtype
+        and array.flags.c_contiguous
+        and array.data.ptr % 16 == 0
+    )
+
+
+def _overlaps_another(name, addresses, ends) -> bool:
+    start, end = addresses[name], ends[name]
+    return any(start < ends[other] and addresses[other] < end for other in addresses if other != name)
+
+
+_prepared: dict[tuple, _Prepared] = {}
+
+
+def _infer_shape(qkv_shape, num_heads, key_dim=None):
+    """Shapes of (out, lse) from that of qkv, whose batch may be None (not yet known)."""
+    geometry = PSAGeometry.from_qkv("psa_forward", (0, *qkv_shape[1:]), num_heads, key_dim)
+    batch = qkv_shape[0]
+    return (batch, *geometry.out_shape[1:]), (batch, *geometry.lse_shape[1:])
+
+
+PSA = Pass(
+    name="psa",
+    function=psa_forward,
+    backward=psa_backward,
+    infer_shape=_infer_shape,
+    variants={
+        "forward": (
+            Variant(hopper_forward.NAME, hopper_forward.supports, hopper_forward.plan),
+            Variant(portable_forward.NAME, portable_forward.supports, portable_forward.plan),
+            Variant("plain", always, flash_attention.plain_psa_forward_plan),
+        ),
+        "backward": (
+            Variant(hopper_backward.NAME, hopper_backward.supports, hopper_backward.plan),
+            Variant(portable_backward.NAME, portable_backward.supports, portable_backward.plan),
+            Variant("plain", always, flash_attention.plain_psa_backward_plan),
+        ),
+    },
+)
