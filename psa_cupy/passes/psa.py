@@ -93,16 +93,12 @@ def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None)
     >>> out.shape, lse.shape
     ((1, 128, 20, 20), (1, 2, 400))
     """
-    cupy = cupy_if_imported()
-    if cupy is not None and type(qkv) is cupy.ndarray and type(num_heads) is int:
-        key = ("forward", qkv.shape, qkv.dtype, num_heads, key_dim, scale, type(scale), qkv.data.device_id)
-        prepared = _prepared.get(key)
-        if prepared is not None:
-            results = prepared.call(cupy, (qkv,), (out, lse))
-            if results is not None:
-                return PSAForward(*results)
-        return _forward(qkv, num_heads, key_dim, scale, out, lse, prepare_as=key)
-    return _forward(qkv, num_heads, key_dim, scale, out, lse)
+    key = _prepared_key("forward", qkv, num_heads, key_dim, scale)
+    if key in _prepared:
+        results = _prepared[key].call((qkv,), (out, lse))
+        if results is not None:
+            return PSAForward(*results)
+    return _forward(qkv, num_heads, key_dim, scale, out, lse, prepare_as=key)
 
 
 def psa_backward(
@@ -152,20 +148,14 @@ def psa_backward(
     >>> psa_cupy.psa_backward(np.ones_like(out), qkv, out, lse, num_heads=2).shape
     (1, 256, 20, 20)
     """
-    cupy = cupy_if_imported()
-    if cupy is not None and type(qkv) is cupy.ndarray and type(num_heads) is int:
-        key = (
-            ("backward", d_v_branch is None, d_qkv is None),
-            *(qkv.shape, qkv.dtype, num_heads, key_dim, scale, type(scale), qkv.data.device_id),
-        )
-        prepared = _prepared.get(key)
-        if prepared is not None:
-            inputs = (d_out, qkv, out, lse) if d_v_branch is None else (d_out, qkv, out, lse, d_v_branch)
-            results = prepared.call(cupy, inputs, (d_qkv,))
-            if results is not None:
-                return results[0]
-        return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, prepare_as=key)
-    return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv)
+    direction = ("backward", d_v_branch is None, d_qkv is None)
+    key = _prepared_key(direction, qkv, num_heads, key_dim, scale)
+    if key in _prepared:
+        inputs = (d_out, qkv, out, lse) if d_v_branch is None else (d_out, qkv, out, lse, d_v_branch)
+        results = _prepared[key].call(inputs, (d_qkv,))
+        if results is not None:
+            return results[0]
+    return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, prepare_as=key)
 
 
 def forward_with(variant, qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None) -> PSAForward:
@@ -208,7 +198,8 @@ def _forward(qkv, num_heads, key_dim, scale, out, lse, variant=None, prepare_as=
     plan = PSA.plan("forward", problem, where.device, variant)
     where.run(plan, {"qkv": qkv, "out": out, "lse": lse})
     if prepare_as is not None and problem.aligned:
-        _prepared[prepare_as] = _Prepared(
+        _remember(
+            prepare_as,
             where,
             plan,
             inputs={"qkv": (geometry.qkv_shape, dtype)},
@@ -261,7 +252,8 @@ def _backward(
     plan = PSA.plan("backward", problem, where.device, variant)
     where.run(plan, operands)
     if prepare_as is not None and problem.aligned:
-        _prepared[prepare_as] = _Prepared(
+        _remember(
+            prepare_as,
             where,
             plan,
             inputs={input_name: specification[input_name] for input_name in inputs},
@@ -278,6 +270,29 @@ def _written(result, target):
     return target
 
 
+_MOST_PREPARED = 4096
+_prepared: dict[tuple, _Prepared] = {}
+
+
+def _prepared_key(direction, qkv, num_heads, key_dim, scale) -> tuple | None:
+    """What a prepared call is found by; None for whatever must go the full way.
+
+    Types are compared before values are: True == 1 and 4.0 == 4, but only the integers are valid.
+    """
+    cupy = cupy_if_imported()
+    if cupy is None or type(qkv) is not cupy.ndarray or type(num_heads) is not int:
+        return None
+    if not (key_dim is None or type(key_dim) is int) or not (scale is None or type(scale) is float):
+        return None
+    return direction, qkv.shape, qkv.dtype, num_heads, key_dim, scale, qkv.data.device_id
+
+
+def _remember(key, where, plan, inputs, targets) -> None:
+    if len(_prepared) >= _MOST_PREPARED:  # a program with ever new shapes must not grow for ever
+        _prepared.clear()
+    _prepared[key] = _Prepared(where, plan, inputs, targets)
+
+
 class _Prepared:
     """A call on CuPy arrays whose shapes, dtypes and parameters have been checked in full before.
 
@@ -286,47 +301,44 @@ class _Prepared:
     """
 
     def __init__(self, where, plan, inputs, targets):
-        self._where, self._plan = where, plan
-        self._inputs = tuple((name, *spec) for name, spec in inputs.items())
-        self._targets = tuple((name, *spec) for name, spec in targets.items())
+        self._cupy, self._where, self._plan = cupy_if_imported(), where, plan
+        self._inputs = tuple((name, *specification) for name, specification in inputs.items())
+        self._targets = tuple((name, *specification) for name, specification in targets.items())
 
-    def call(self, cupy, inputs, targets):
-        if inputs[0].data.device_id != cupy.cuda.runtime.getDevice():
+    def call(self, inputs, targets):
+        """Check, allocate the targets that are None, launch; the targets, or None."""
+        if inputs[0].data.device_id != self._cupy.cuda.runtime.getDevice():
             return None
         results = tuple(
-            cupy.empty(shape, dtype) if target is None else target
+            self._cupy.empty(shape, dtype) if target is None else target
             for target, (_, shape, dtype) in zip(targets, self._targets, strict=True)
         )
         addresses, ends = {}, {}
         specification = self._inputs + self._targets
         for array, (name, shape, dtype) in zip(inputs + results, specification, strict=True):
-            if not _fits(cupy, array, shape, dtype):
+            if not self._fits(array, shape, dtype):
                 return None
             addresses[name] = array.data.ptr
             ends[name] = addresses[name] + array.nbytes
-        for array, (name, _, _) in zip(targets, self._targets, strict=True):
-            if array is not None and _overlaps_another(name, addresses, ends):
+        for target, (name, _, _) in zip(targets, self._targets, strict=True):
+            if target is not None and _overlaps_another(name, addresses, ends):
                 return None
         self._where.launch(self._plan, addresses)
         return results
 
-
-def _fits(cupy, array, shape, dtype) -> bool:
-    return (
-        type(array) is cupy.ndarray
-        and array.shape == shape
-        and array.dtype == dtype
-        and array.flags.c_contiguous
-        and array.data.ptr % 16 == 0
-    )
+    def _fits(self, array, shape, dtype) -> bool:
+        return (
+            type(array) is self._cupy.ndarray
+            and array.shape == shape
+            and array.dtype == dtype
+            and array.flags.c_contiguous
+            and array.data.ptr % 16 == 0
+        )
 
 
 def _overlaps_another(name, addresses, ends) -> bool:
     start, end = addresses[name], ends[name]
     return any(start < ends[other] and addresses[other] < end for other in addresses if other != name)
-
-
-_prepared: dict[tuple, _Prepared] = {}
 
 
 def _infer_shape(qkv_shape, num_heads, key_dim=None):

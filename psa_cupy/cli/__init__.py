@@ -1,0 +1,1 @@
+"""The commands of python -m psa_cupy, one file each."""

@@ -1,0 +1,64 @@
+"""Versions, device, compiler and cache: what to put into a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+from rich.console import Console
+from rich.table import Table
+
+import psa_cupy
+from psa_cupy.cli.machine import find_machine
+from psa_cupy.launching import cpu
+from psa_cupy.launching.source import kernels_folder
+
+_PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cuda-nvrtc", "torch")
+
+
+def add_arguments(parser) -> None:
+    """Add the command's options: none."""
+
+
+def run(arguments) -> int:
+    """Print the table; always returns 0."""
+    table = Table(show_header=False)
+    for row in (*_software(), *_device(), *_cpu_execution()):
+        table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
+def _software():
+    yield "psa_cupy", psa_cupy.__version__
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+    yield "kernels_cu", str(kernels_folder())
+
+
+def _device():
+    machine = find_machine()
+    yield "runs on", machine.name
+    if machine.hint:
+        yield "hint", machine.hint
+    if machine.on_gpu:
+        from psa_cupy.launching import gpu
+
+        device = gpu.device(0)
+        yield "compute capability", "{}.{}".format(*device.capability)
+        yield "multiprocessors", str(device.multiprocessors)
+        yield "shared memory per block", f"{device.shared_bytes // 1024} KiB"
+        yield "TMA descriptors", "yes" if device.tensor_maps else "no"
+        yield "driver", str(machine.xp.cuda.runtime.driverGetVersion())
+        cache = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+        yield "GPU kernel cache", cache
+
+
+def _cpu_execution():
+    yield "C++ compiler", cpu.compiler() or "none found: kernels cannot be run on the CPU; install g++"
+    yield "CPU kernel cache", str(cpu.cache_folder())

@@ -1,0 +1,33 @@
+"""The attention shapes of real detectors at 640 x 640 pixels: 20 x 20 tokens, value_dim = 2*key_dim."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One attention module's sizes and the models that have it."""
+
+    models: str
+    num_heads: int
+    key_dim: int = 32
+    side: int = 20
+
+    def qkv(self, batch: int, dtype: np.dtype, seed: int = 0) -> np.ndarray:
+        """Unit-variance random qkv of this shape."""
+        return random_array((batch, self.num_heads * 4 * self.key_dim, self.side, self.side), dtype, seed)
+
+
+YOLO_SHAPES = (
+    ModelShape("YOLOv10-n, 11-n, 26-n", num_heads=2),
+    ModelShape("YOLOv10-s/b/l, 11-s/m/l, 26-s/m/l", num_heads=4),
+    ModelShape("YOLOv10-m", num_heads=4, key_dim=36),
+    ModelShape("YOLOv10-x", num_heads=5),
+    ModelShape("YOLO11-x, 26-x", num_heads=6),
+)
+
+
+def random_array(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
+    """Standard normal numbers, rounded to dtype."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
