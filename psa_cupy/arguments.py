@@ -37,6 +37,7 @@ def require_arrays(function: str, arrays: Mapping[str, object]) -> bool:
         If one is no array, or NumPy and CuPy are mixed.
     ValueError
         If they live on several devices.
+
     """
     kinds = {}
     for name, array in arrays.items():
@@ -47,9 +48,7 @@ def require_arrays(function: str, arrays: Mapping[str, object]) -> bool:
         elif is_cupy(array):
             kinds[name] = "CuPy"
         else:
-            raise TypeError(
-                f"{function}: {name} is a {type(array).__name__}, expected a NumPy or CuPy array"
-            )
+            raise TypeError(f"{function}: {name} is a {type(array).__name__}, expected a NumPy or CuPy array")
     if len(set(kinds.values())) > 1:
         listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
         raise TypeError(f"{function}: arrays must be all NumPy or all CuPy, got a mix: {listed}")

@@ -47,6 +47,7 @@ class PSAGeometry:
         ------
         ValueError
             If the sizes do not fit together or exceed the limits (key_dim 1..128, value_dim 1..256).
+
         """
         if type(num_heads) is not int:
             num_heads = require_integer(function, "num_heads", num_heads, 1)
@@ -84,14 +85,17 @@ class PSAGeometry:
 
     @property
     def qkv_shape(self) -> tuple[int, int, int, int]:
+        """Of qkv and its gradient."""
         return (self.batch, self.num_heads * self.head_channels, self.height, self.width)
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
+        """Of the attention's result, NCHW."""
         return (self.batch, self.num_heads * self.value_dim, self.height, self.width)
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
+        """Of lse: (B, num_heads, N)."""
         return (self.batch, self.num_heads, self.tokens)
 
     @property
@@ -101,6 +105,7 @@ class PSAGeometry:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing to compute: B, H or W is zero."""
         return self.bh * self.tokens == 0
 
     def require_halves(self, function: str) -> None:

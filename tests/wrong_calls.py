@@ -54,7 +54,7 @@ def flash(q=HALF, k=HALF, v=HALF, **keywords):
     return lambda: psa_cupy.flash_attention_forward(q, k, v, **keywords)
 
 
-def flash_back(d_o=HALF, q=HALF, k=HALF, v=HALF, o=HALF, lse=LSE.reshape(2, 6), **keywords):
+def flash_back(d_o=HALF, q=HALF, k=HALF, v=HALF, o=HALF, lse=LSE[0], **keywords):
     return lambda: psa_cupy.flash_attention_backward(d_o, q, k, v, o, lse, **keywords)
 
 

@@ -11,10 +11,13 @@ import numpy as np
 
 from psa_cupy.arguments import cupy_if_imported, is_cupy
 from psa_cupy.autograd.tape import Variable, record
-from psa_cupy.passes.extract_v import extract_v as _extract_v, extract_v_backward
+from psa_cupy.passes.extract_v import extract_v as _extract_v
+from psa_cupy.passes.extract_v import extract_v_backward
 from psa_cupy.passes.flash_attention import flash_attention_backward, flash_attention_forward
-from psa_cupy.passes.merge_attn import merge_attn as _merge_attn, merge_attn_backward
-from psa_cupy.passes.pack_qkv import pack_qkv as _pack_qkv, pack_qkv_backward
+from psa_cupy.passes.merge_attn import merge_attn as _merge_attn
+from psa_cupy.passes.merge_attn import merge_attn_backward
+from psa_cupy.passes.pack_qkv import pack_qkv as _pack_qkv
+from psa_cupy.passes.pack_qkv import pack_qkv_backward
 from psa_cupy.passes.psa import psa_backward, psa_forward
 
 
@@ -79,7 +82,7 @@ def extract_v(qkv: Variable, num_heads: int) -> Variable:
 
 
 def add(a: Variable, b: Variable) -> Variable:
-    """a + b, of equal shape and dtype."""
+    """A + b, of equal shape and dtype."""
     x, y = _pair("add", a, b)
 
     def backward(saved, d_outputs, targets):
@@ -90,7 +93,7 @@ def add(a: Variable, b: Variable) -> Variable:
 
 
 def multiply(a: Variable, b: Variable | float) -> Variable:
-    """a * b, element by element, of equal shape and dtype; b may be a number."""
+    """A * b, element by element, of equal shape and dtype; b may be a number."""
     if isinstance(b, numbers.Real):
         return _multiply_by_number(a, float(b))
     x, y = _pair("multiply", a, b)
@@ -158,7 +161,9 @@ def _pair(function: str, a, b):
     x, y = _data(a), _data(b)
     for name, array in (("a", x), ("b", y)):
         if not isinstance(array, np.ndarray) and not is_cupy(array):
-            raise TypeError(f"{function}: {name} is a {type(array).__name__}, expected a Variable or an array")
+            raise TypeError(
+                f"{function}: {name} is a {type(array).__name__}, expected a Variable or an array"
+            )
     if type(x) is not type(y):
         raise TypeError(f"{function}: a and b must be both NumPy or both CuPy, got a mix")
     if x.dtype != y.dtype:

@@ -48,6 +48,7 @@ class Variable:
     >>> import numpy as np
     >>> Variable(np.zeros((2, 3), np.float32))
     Variable(shape=(2, 3), dtype=float32, leaf, no grad)
+
     """
 
     __slots__ = ("_index", "_node", "data", "grad", "requires_grad")
@@ -63,12 +64,12 @@ class Variable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """data's shape."""
+        """Data's shape."""
         return self.data.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """data's dtype."""
+        """Data's dtype."""
         return self.data.dtype
 
     def __repr__(self) -> str:
@@ -169,6 +170,7 @@ class Tape:
     >>> tape.backward(y)
     >>> x.grad
     array([2., 4., 6.])
+
     """
 
     def __init__(self, *, check: bool = False):
@@ -211,6 +213,7 @@ class Tape:
             If d_y has another shape than y, or is missing though y has more than one element.
         RuntimeError
             If y was not recorded by this tape, or a node has freed what it saved.
+
         """
         self._require_output(y)
         seed = _seed(y, d_y)
@@ -326,6 +329,7 @@ def record(
     >>> tape.backward(y)
     >>> x.grad
     array([6.])
+
     """
     tape = _active_tape.get()
     recorded = tape is not None and any(map(_wants_gradient, inputs))

@@ -36,9 +36,7 @@ class Case:
 
     @property
     def geometry(self) -> PSAGeometry:
-        return PSAGeometry(
-            self.batch, self.num_heads, self.key_dim, self.value_dim, self.height, self.width
-        )
+        return PSAGeometry(self.batch, self.num_heads, self.key_dim, self.value_dim, self.height, self.width)
 
 
 _GPU_CASES = (
@@ -86,7 +84,9 @@ def run(arguments) -> int:
     console.print(_table(worst))
     for failure in failures:
         console.print(failure, style="red", highlight=False, markup=False)
-    verdict = f"{len(failures)} of {len(checks)} checks failed" if failures else f"all {len(checks)} checks passed"
+    verdict = (
+        f"{len(failures)} of {len(checks)} checks failed" if failures else f"all {len(checks)} checks passed"
+    )
     console.print(verdict, style="bold red" if failures else "bold green")
     return 1 if failures else 0
 

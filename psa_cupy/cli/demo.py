@@ -26,7 +26,9 @@ def run(arguments) -> int:
     console.print(f"psa_cupy {psa_cupy.__version__} on: [bold]{machine.name}[/bold]")
     if machine.hint:
         console.print(machine.hint, highlight=False, markup=False)
-    dtypes = [np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)] if machine.on_gpu else [np.dtype(np.float32)]
+    dtypes = (
+        [np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)] if machine.on_gpu else [np.dtype(np.float32)]
+    )
     table = Table("models", "qkv", "dtype", "pass", "time", "error / bound")
     worst = 0.0
     with Progress(console=console, transient=True) as progress:
@@ -55,9 +57,7 @@ def _add_rows(table: Table, machine: Machine, shape: ModelShape, batch: int, dty
     }
     for name, (function, ratio) in timed.items():
         seconds = machine.median_seconds(function)
-        table.add_row(
-            shape.models, str(qkv.shape), dtype.name, name, format_time(seconds), f"{ratio:.2f}"
-        )
+        table.add_row(shape.models, str(qkv.shape), dtype.name, name, format_time(seconds), f"{ratio:.2f}")
     return max(forward, backward)
 
 

@@ -14,7 +14,15 @@ from psa_cupy.cli.machine import find_machine
 from psa_cupy.launching import cpu
 from psa_cupy.launching.source import kernels_folder
 
-_PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cuda-nvrtc", "torch")
+_PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "torch",
+)
 
 
 def add_arguments(parser) -> None:

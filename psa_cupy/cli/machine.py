@@ -31,7 +31,11 @@ class Machine:
     def median_seconds(self, function: Callable[[], object], budget_seconds: float = 0.2) -> float:
         """The median time of a call, after warming up; on a GPU between events, with the L2 flushed."""
         function()
-        return self._gpu_median(function, budget_seconds) if self.on_gpu else _cpu_median(function, budget_seconds)
+        return (
+            self._gpu_median(function, budget_seconds)
+            if self.on_gpu
+            else _cpu_median(function, budget_seconds)
+        )
 
     def _gpu_median(self, function, budget_seconds):
         cp = self.xp
@@ -84,7 +88,9 @@ def find_machine() -> Machine:
     return Machine(cupy, True, name, hint)
 
 
-_HOPPER_HINT = 'cuda-bindings is not installed: Hopper GPUs use the portable kernels; pip install ".[cuda13x]"'
+_HOPPER_HINT = (
+    'cuda-bindings is not installed: Hopper GPUs use the portable kernels; pip install ".[cuda13x]"'
+)
 
 
 def _cpu(hint: str) -> Machine:

@@ -95,6 +95,7 @@ def place(function: str, **arrays) -> OnCpu | OnGpu:
         If an argument is no array, or NumPy and CuPy are mixed.
     ValueError
         If CuPy arrays live on several devices.
+
     """
     if require_arrays(function, arrays):
         return _on_gpu(next(a for a in arrays.values() if a is not None).device.id)

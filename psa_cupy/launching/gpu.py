@@ -47,6 +47,7 @@ def run(plan: Plan, operands: Mapping[str, cupy.ndarray]) -> None:
         Kept by identity: pass the same object for the same problem.
     operands : mapping of str to cupy.ndarray
         C-contiguous arrays, by the names that the plan's arguments use.
+
     """
     if plan.launches:
         bind(plan, cupy.cuda.runtime.getDevice())({name: array.data.ptr for name, array in operands.items()})
@@ -60,6 +61,7 @@ def bind(plan: Plan, device_id: int) -> Executable:
     ------
     RuntimeError
         If the current stream is capturing: a first call compiles and loads kernels.
+
     """
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(

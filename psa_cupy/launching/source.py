@@ -31,6 +31,7 @@ def kernels_folder() -> pathlib.Path:
     ------
     FileNotFoundError
         If neither place has them.
+
     """
     package = pathlib.Path(__file__).resolve().parents[1]
     for folder in (package / "kernels_cu", package.parent / "kernels_cu"):

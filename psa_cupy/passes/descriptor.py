@@ -56,6 +56,7 @@ class Pass:
         parameters to the shapes of the results.
     variants : mapping of str to tuple of Variant
         For "forward" and "backward", in order of preference.
+
     """
 
     name: str
@@ -82,6 +83,7 @@ class Pass:
         ------
         ValueError
             If the direction has none of that name.
+
         """
         for variant in self.variants[direction]:
             if variant.name == name:

@@ -24,9 +24,17 @@ from psa_cupy.geometry import PSAGeometry
 from psa_cupy.launching import place
 from psa_cupy.passes import (
     flash_attention,
+)
+from psa_cupy.passes import (
     psa_backward as portable_backward,
+)
+from psa_cupy.passes import (
     psa_backward_hopper as hopper_backward,
+)
+from psa_cupy.passes import (
     psa_forward as portable_forward,
+)
+from psa_cupy.passes import (
     psa_forward_hopper as hopper_forward,
 )
 from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always
@@ -92,6 +100,7 @@ def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None)
     >>> out, lse = psa_cupy.psa_forward(qkv, num_heads=2)
     >>> out.shape, lse.shape
     ((1, 128, 20, 20), (1, 2, 400))
+
     """
     key = _prepared_key("forward", qkv, num_heads, key_dim, scale)
     if key in _prepared:
@@ -101,9 +110,7 @@ def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None)
     return _forward(qkv, num_heads, key_dim, scale, out, lse, prepare_as=key)
 
 
-def psa_backward(
-    d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d_v_branch=None, d_qkv=None
-):
+def psa_backward(d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d_v_branch=None, d_qkv=None):
     """The gradient of `psa_forward` with respect to qkv.
 
     Parameters
@@ -147,6 +154,7 @@ def psa_backward(
     >>> out, lse = psa_cupy.psa_forward(qkv, num_heads=2)
     >>> psa_cupy.psa_backward(np.ones_like(out), qkv, out, lse, num_heads=2).shape
     (1, 256, 20, 20)
+
     """
     direction = ("backward", d_v_branch is None, d_qkv is None)
     key = _prepared_key(direction, qkv, num_heads, key_dim, scale)

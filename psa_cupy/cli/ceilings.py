@@ -1,0 +1,90 @@
+"""What a GPU can do at most: measured rates, and the time they allow attention to take."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+
+import numpy as np
+
+from psa_cupy.geometry import PSAGeometry
+
+_EXPONENTIALS_PER_CLOCK = 16
+"""Of the special-function units, per multiprocessor."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured ceilings of one device."""
+
+    bytes_per_second: float
+    """Of a large device-to-device copy, read and written bytes both counted."""
+    flop_per_second: float
+    """Of a large matrix product; float32: a third of the 16-bit rate's half, as three TF32 products."""
+    exponentials_per_second: float
+
+
+def measure(cp, dtype: np.dtype) -> Rates:
+    """The rates of the current device for attention in `dtype`."""
+    return Rates(_copy_rate(cp), _flop_rate(cp, dtype), _exponential_rate(cp))
+
+
+def limit_seconds(rates: Rates, geometry: PSAGeometry, dtype: np.dtype, work: str) -> float:
+    """The least time for "forward" or "backward": the largest of bytes, FLOP and exponentials."""
+    tokens, bh = geometry.tokens, geometry.bh
+    key_dim, value_dim = geometry.key_dim, geometry.value_dim
+    if work == "forward":
+        rows = geometry.head_channels + value_dim
+        flop_per_score = 2 * (key_dim + value_dim)
+    else:
+        rows = 2 * geometry.head_channels + 2 * value_dim
+        flop_per_score = 2 * (3 * key_dim + 2 * value_dim)
+    scores = bh * tokens * tokens
+    return max(
+        bh * rows * tokens * dtype.itemsize / rates.bytes_per_second,
+        scores * flop_per_score / rates.flop_per_second,
+        scores / rates.exponentials_per_second,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a benchmark's figures depend on."""
+    found = {}
+    for package in ("psa-cupy", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "torch", "triton"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _median_seconds(cp, function, repeats=10):
+    function()
+    times = []
+    for _ in range(repeats):
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(cp.cuda.get_elapsed_time(start, end) / 1e3)
+    return float(np.median(times))
+
+
+def _copy_rate(cp):
+    source = cp.ones(1 << 28, cp.float32)
+    target = cp.empty_like(source)
+    return 2 * source.nbytes / _median_seconds(cp, lambda: cp.copyto(target, source))
+
+
+def _flop_rate(cp, dtype):
+    size = 8192 if dtype != np.float64 else 4096
+    matrix_dtype = cp.float64 if dtype == np.float64 else cp.float16
+    a = cp.random.standard_normal((size, size), dtype=cp.float32).astype(matrix_dtype)
+    rate = 2 * size**3 / _median_seconds(cp, lambda: a @ a)
+    return rate / 6 if dtype == np.float32 else rate
+
+
+def _exponential_rate(cp):
+    attributes = cp.cuda.Device().attributes
+    return attributes["MultiProcessorCount"] * _EXPONENTIALS_PER_CLOCK * attributes["ClockRate"] * 1e3
