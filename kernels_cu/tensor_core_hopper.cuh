@@ -72,6 +72,15 @@ __device__ __forceinline__ void tensor_load(unsigned destination, const TensorMa
         : "memory");
 }
 
+// Copies `bytes` contiguous bytes to shared memory; all three are multiples of 16. One thread calls it.
+__device__ __forceinline__ void bulk_load(unsigned destination, const void* source, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            destination),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma or TMA (then a barrier).
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -82,6 +91,9 @@ __device__ __forceinline__ void fence_async_proxy() {
 // Thread t of the warpgroup holds, of D, d[4 j + 2 h + x] at row 16 (t / 32) + (t % 32) / 4 + 8 h and column
 // 8 j + 2 (t % 4) + x; of A in registers, the same places of a 64 x 16 matrix in pairs: a[h + 2 j], x = 0
 // low.
+
+// A barrier for the 128 threads of one warpgroup; ids 1 to 15, one for each warpgroup (0 is __syncthreads).
+__device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 // Before the first wgmma and whenever registers of D or A were touched since the last one.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
