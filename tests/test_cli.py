@@ -1,0 +1,59 @@
+"""The commands run on a machine without a GPU, say where they run, and exit as documented."""
+
+import json
+
+import pytest
+
+from psa_cupy import __main__ as command_line
+from psa_cupy.cli import check, demo
+from psa_cupy.launching import cpu
+
+needs_compiler = pytest.mark.skipif(cpu.compiler() is None, reason="no C++ compiler")
+
+
+def test_demo_is_the_default(capsys):
+    assert command_line.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "CPU" in printed and "pip install" in printed
+    assert "YOLOv10-m" in printed and "within the bounds" in printed
+
+
+def test_demo_fails_when_a_result_is_wrong(capsys, monkeypatch):
+    monkeypatch.setattr(demo.testing, "psa_forward_ratios", lambda *a, **k: {"out": 1.5})
+    assert command_line.main(["demo"]) == 1
+    assert "OUTSIDE" in capsys.readouterr().out
+
+
+@needs_compiler
+def test_check_passes(capsys, monkeypatch):
+    monkeypatch.setattr(check, "_CPU_CASES", check._CPU_CASES[2:3])
+    assert command_line.main(["check"]) == 0
+    assert "checks passed" in capsys.readouterr().out
+
+
+@needs_compiler
+def test_check_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
+    monkeypatch.setattr(check, "_CPU_CASES", check._CPU_CASES[3:4])
+    monkeypatch.setattr(check.testing, "psa_backward_ratios", lambda *a, **k: {"d_q": float("nan")})
+    assert command_line.main(["check"]) == 1
+    assert "checks failed" in capsys.readouterr().out
+
+
+def test_info(capsys):
+    assert command_line.main(["info"]) == 0
+    assert "psa_cupy" in capsys.readouterr().out
+
+
+def test_bench_writes_json(capsys, tmp_path):
+    path = tmp_path / "figures.json"
+    assert command_line.main(["bench", "--shapes", "1x2x4", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {(row["name"], row["work"]) for row in rows} == {
+        (name, work) for name in ("psa_cupy", "psa_cupy staged") for work in ("forward", "backward", "both")
+    }
+    assert all(row["median_us"] > 0 and row["shape"] == [1, 2, 16] for row in rows)
+
+
+def test_bench_explains_a_wrong_shape():
+    with pytest.raises(SystemExit, match="expected B x heads x side"):
+        command_line.main(["bench", "--shapes", "4"])

@@ -1,0 +1,75 @@
+"""Importing psa_cupy touches no CUDA, starts no compiler and does not need CuPy; the kernels are found."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(code, *, path, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=cwd, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_light(tmp_path):
+    code = """
+import subprocess, sys
+sys.modules["cupy"] = None            # an import of CuPy would raise
+def refuse(*a, **k): raise RuntimeError("a process was started")
+subprocess.Popen = refuse
+import numpy as np, psa_cupy
+libraries = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+assert "libcuda" not in libraries and "libnvrtc" not in libraries
+out, lse = psa_cupy.psa_forward(np.ones((1, 16, 2, 3), np.float32), 2)
+print(out.shape)
+"""
+    assert run_python(code, path=ROOT, cwd=tmp_path) == "(1, 8, 2, 3)"
+
+
+FIND = "from psa_cupy.launching.source import kernels_folder; print(kernels_folder())"
+
+
+def test_a_checkout_finds_its_kernels(tmp_path):
+    assert run_python(FIND, path=ROOT, cwd=tmp_path) == str(ROOT / "kernels_cu")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("*.whl"))
+
+
+def test_a_wheel_finds_its_kernels(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    found = run_python(FIND, path=tmp_path / "site", cwd=tmp_path)
+    assert found == str(tmp_path / "site" / "psa_cupy" / "kernels_cu")
+
+
+def test_a_wheel_holds_every_kernel_and_runs(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    shipped = {f.name for f in (tmp_path / "site" / "psa_cupy" / "kernels_cu").iterdir()}
+    assert {f.name for f in (ROOT / "kernels_cu").iterdir()} <= shipped
+    code = """
+import numpy as np, psa_cupy
+print(psa_cupy.psa_forward(np.ones((1, 16, 2, 3), np.float32), 2).lse.shape)
+"""
+    assert run_python(code, path=tmp_path / "site", cwd=tmp_path) == "(1, 2, 6)"
+
+
+def test_the_installed_package_finds_its_kernels():
+    """In CI the package is installed in editable form, from outside the checkout's folder."""
+    assert run_python(FIND, path="", cwd="/").endswith("kernels_cu")
