@@ -1,0 +1,507 @@
+// The backward of fused attention on wgmma and TMA (sm_90a): d_qkv from d_out, qkv, out and lse, NCHW to NCHW.
+//
+// Layout: qkv, d_qkv (BH, 2 KEY_DIM + VALUE_DIM, tokens); out, d_out, d_v_branch (BH, VALUE_DIM, tokens);
+//     lse (BH, tokens) float32. tokens % 8 == 0, bases 16-byte aligned. The copy engine reads q, k, v and d_out
+//     through 3-D maps (tokens, channels, BH) in boxes of 64 tokens by all channels, the channels rounded up to
+//     whole steps of 16: what is missing in tokens or channels arrives as zeros.
+// Work: a head is cut into tiles of 64 tokens. A key task owns dK and dV of a tile of keys, a query task dQ of a
+//     tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup runs a task:
+//     its tile is stationary (operand A), and all tokens of the other side pass by in boxes (operand B):
+//                 stationary   moving    per step of 32 moving tokens
+//         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
+//         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
+//     with P = exp2(S scale log2 e - lse log2 e), dS = P (dP - delta), delta = rowsum(d_out out). P and dS go
+//     from accumulators to operand A in registers.
+// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks; a block has
+//     tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w takes every
+//     WARPGROUPS-th tile from the w-th.
+// Shared memory: a box per warpgroup (its tile), STAGES boxes (moving), STAGES * 64 pairs (lse log2 e, delta),
+//     barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block, and the
+//     pairs are computed in the prologue. Otherwise the boxes are a ring, a block has at most WARPGROUPS tiles,
+//     and psa_backward_hopper_rows has written the pairs.
+// Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warpgroup whose
+//     tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in a fixed
+//     order.
+#include "common.cuh"
+#include "tensor_core.cuh"
+#include "tensor_core_hopper.cuh"
+
+constexpr int THREADS = 128 * WARPGROUPS;
+constexpr int TILE = 64;  // tokens of a tile and of a box: one row of 128 bytes
+constexpr int STEP = 32;  // moving tokens per step of the inner loop: half a box
+constexpr int ROW_BYTES = 128;
+constexpr int KEY_STEPS = (KEY_DIM + 15) / 16, VALUE_STEPS = (VALUE_DIM + 15) / 16;  // k16 steps of S and dP
+constexpr int KEY_COLUMNS = (KEY_DIM + 7) / 8 * 8, VALUE_COLUMNS = (VALUE_DIM + 7) / 8 * 8;
+constexpr int KEY_BYTES = 16 * KEY_STEPS * ROW_BYTES, VALUE_BYTES = 16 * VALUE_STEPS * ROW_BYTES;
+constexpr int BOX_BYTES = KEY_BYTES + VALUE_BYTES;  // KEY_DIM channels (q or k), then VALUE_DIM channels
+constexpr int PAIR_BYTES = TILE * 8;
+constexpr int MOVING = WARPGROUPS * BOX_BYTES;  // offsets in shared memory
+constexpr int PAIRS = MOVING + STAGES * BOX_BYTES;
+constexpr int BARRIERS = PAIRS + STAGES * PAIR_BYTES;
+constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
+
+// In 16-byte units, as descriptors count.
+constexpr int STEP_UNITS = STEP * 2 / 16, BOX_UNITS = BOX_BYTES / 16, VALUE_UNITS = KEY_BYTES / 16;
+constexpr int CHANNELS_UNITS = 16 * ROW_BYTES / 16;  // 16 channels
+
+// A ring slot is filled again once all warpgroups are done with it; the one that waits for them asks this many
+// boxes after it was done itself, so that a small lead costs no waiting.
+constexpr int REFILL_LAG = 2;
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float NO_QUERY = 1e30f;  // lse of a query beyond the last: exp2 gives 0
+
+// The compiler may not move uses of these accumulators above this point, nor their definitions below it.
+template <int N> __device__ __forceinline__ void pin(float (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        asm volatile("" : "+f"(values[i])::"memory");
+    }
+}
+
+__device__ __forceinline__ float2 unpack(unsigned pair, __nv_bfloat16) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+__device__ __forceinline__ float2 unpack(unsigned pair, __half) {
+    return __half22float2(*reinterpret_cast<__half2*>(&pair));
+}
+
+// Addresses in shared memory.
+struct Shared {
+    unsigned base;
+    __device__ unsigned tile(int warpgroup) const { return base + warpgroup * BOX_BYTES; }
+    __device__ unsigned box(int stage) const { return base + MOVING + stage * BOX_BYTES; }
+    __device__ unsigned pairs(int stage) const { return base + PAIRS + stage * PAIR_BYTES; }
+    __device__ unsigned full(int stage) const { return base + BARRIERS + 8 * stage; }
+    __device__ unsigned empty(int stage) const { return base + BARRIERS + 8 * (STAGES + stage); }
+    __device__ unsigned tile_full(int warpgroup) const { return base + BARRIERS + 8 * (2 * STAGES + warpgroup); }
+};
+
+// What a block works on. The maps are of the operands with KEY_DIM and with VALUE_DIM channels.
+struct Work {
+    const TensorMap *stationary_key, *stationary_value, *moving_key, *moving_value;
+    const T *out, *d_out, *d_v_branch;
+    const float* lse;
+    const float2* rows;  // of all heads, whole boxes each
+    T* d_qkv;
+    int bh, tokens, first_tile, last_tile;
+    float scale_log2, scale;
+};
+
+__device__ __forceinline__ void load_tile(const Shared& shared, const Work& work, int warpgroup, int tile) {
+    const unsigned to = shared.tile(warpgroup), barrier = shared.tile_full(warpgroup);
+    mbarrier_expect(barrier, BOX_BYTES);
+    tensor_load(to, work.stationary_key, tile * TILE, 0, work.bh, barrier);
+    tensor_load(to + KEY_BYTES, work.stationary_value, tile * TILE, 0, work.bh, barrier);
+}
+
+template <bool KEYS>
+__device__ __forceinline__ void load_moving(const Shared& shared, const Work& work, int box, int stage) {
+    constexpr bool WITH_PAIRS = KEYS && !RESIDENT;
+    const unsigned to = shared.box(stage), barrier = shared.full(stage);
+    mbarrier_expect(barrier, BOX_BYTES + (WITH_PAIRS ? PAIR_BYTES : 0));
+    tensor_load(to, work.moving_key, box * TILE, 0, work.bh, barrier);
+    tensor_load(to + KEY_BYTES, work.moving_value, box * TILE, 0, work.bh, barrier);
+    if (WITH_PAIRS) {
+        const long long boxes = (work.tokens + TILE - 1) / TILE;
+        bulk_load(shared.pairs(stage), work.rows + (work.bh * boxes + box) * TILE, PAIR_BYTES, barrier);
+    }
+}
+
+// sum[i] += the products of out and d_out at token i of four, over the channels group, group + GROUPS, ...
+template <int GROUPS>
+__device__ __forceinline__ void add_products(float (&sum)[4], const T* out, const T* d_out, int tokens, int group) {
+#pragma unroll 16
+    for (int first = 0; first < VALUE_DIM; first += GROUPS) {
+        const int channel = first + group;
+        if (VALUE_DIM % GROUPS == 0 || channel < VALUE_DIM) {
+            const long long at = static_cast<long long>(channel) * tokens;
+            const uint2 x = *reinterpret_cast<const uint2*>(out + at);
+            const uint2 y = *reinterpret_cast<const uint2*>(d_out + at);
+            const float2 x01 = unpack(x.x, T()), x23 = unpack(x.y, T());
+            const float2 y01 = unpack(y.x, T()), y23 = unpack(y.y, T());
+            sum[0] += x01.x * y01.x;
+            sum[1] += x01.y * y01.y;
+            sum[2] += x23.x * y23.x;
+            sum[3] += x23.y * y23.y;
+        }
+    }
+}
+
+// The pair of a token, and of a token beyond the last.
+__device__ __forceinline__ float2 make_pair(const float* lse, float delta, int token, int tokens) {
+    return token < tokens ? make_float2(lse[token] * LOG2_E, delta) : make_float2(NO_QUERY, 0.f);
+}
+
+// The pairs of the whole head, by the whole block: each half of it sums half of the channels, meeting in the
+// two places of the pair. (Loops of fixed length: after one of varying length ptxas takes warps for divergent
+// and keeps descriptors out of uniform registers.)
+__device__ __forceinline__ void fill_pairs(float2* pairs, const Work& work) {
+    constexpr int TOKENS = STAGES * TILE, HALF = THREADS / 2;
+    float* partial = reinterpret_cast<float*>(pairs);
+    const int half = threadIdx.x / HALF;
+    const long long head = static_cast<long long>(work.bh) * VALUE_DIM * work.tokens;
+#pragma unroll
+    for (int first = 0; first < TOKENS; first += 4 * HALF) {
+        const int token = first + 4 * (threadIdx.x % HALF);
+        if (token < work.tokens) {
+            float sum[4] = {};
+            add_products<2>(sum, work.out + head + token, work.d_out + head + token, work.tokens, half);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                partial[2 * (token + i) + half] = sum[i];
+            }
+        }
+    }
+    __syncthreads();
+    const float* lse = work.lse + static_cast<long long>(work.bh) * work.tokens;
+#pragma unroll
+    for (int first = 0; first < TOKENS; first += THREADS) {
+        const int token = first + threadIdx.x;
+        if (token < TOKENS) {
+            pairs[token] = make_pair(lse, pairs[token].x + pairs[token].y, token, work.tokens);
+        }
+    }
+    __syncthreads();
+}
+
+// Operand A of a warp: its 16 tokens of a stationary tile, channels in steps of 16. The tile's rows are
+// channels, so matrices are transposed as they are loaded: 0 and 1 are the first eight channels of the first
+// and of the next eight tokens, 2 and 3 the next eight channels.
+template <int STEPS>
+__device__ __forceinline__ void load_fragments(unsigned (&a)[STEPS][4], const unsigned char* rows, int warp, int lane) {
+    const int channel = lane % 8 + lane / 16 * 8;
+    const int unit = 2 * warp + lane / 8 % 2;
+    const unsigned char* row = rows + channel * ROW_BYTES + ((unit ^ (channel % 8)) * 16);
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        ldmatrix_x4_trans(a[k], row + k * 16 * ROW_BYTES);
+    }
+}
+
+// d (64 tokens x 32 moving tokens) = the product over channels with A in registers, or in shared memory.
+template <int STEPS>
+__device__ __forceinline__ void multiply(float (&d)[16], const unsigned (&a)[STEPS][4], unsigned long long b) {
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        wgmma<1>(d, a[k], b + k * CHANNELS_UNITS, k > 0, T());
+    }
+}
+
+template <int STEPS>
+__device__ __forceinline__ void multiply(float (&d)[16], unsigned long long a, unsigned long long b) {
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        wgmma<1, 1>(d, a + k * CHANNELS_UNITS, b + k * CHANNELS_UNITS, k > 0, T());
+    }
+}
+
+// d (64 tokens x channels) += the product over 32 moving tokens.
+template <int N>
+__device__ __forceinline__ void update(float (&d)[N], const unsigned (&a)[2][4], unsigned long long b) {
+    wgmma<0>(d, a[0], b, true, T());
+    wgmma<0>(d, a[1], b + STEP_UNITS / 2, true, T());
+}
+
+// Accumulators of 64 x 32 as operand A: the same thread holds the same places.
+__device__ __forceinline__ void pack_fragments(unsigned (&a)[2][4], const float (&values)[16]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        a[i / 4][i % 4] = pack2(values[2 * i], values[2 * i + 1], T());
+    }
+}
+
+// factor * d [+ branch] to channel-major memory, from the warp's first token on. movmatrix turns a thread's two
+// channels of one token into two tokens of one channel, and the branch's two tokens the other way.
+template <bool WITH_BRANCH, int CHANNELS, int N>
+__device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N], float factor, int token, int tokens) {
+    const int lane = threadIdx.x % 32;
+    const int first = token + 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+        const int channel = 8 * i + lane / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int n = first + 8 * half;
+            const bool inside = n < tokens && (CHANNELS % 8 == 0 || channel < CHANNELS);
+            const long long at = static_cast<long long>(channel) * tokens + n;
+            float low = d[4 * i + 2 * half] * factor, high = d[4 * i + 2 * half + 1] * factor;
+            if (WITH_BRANCH) {
+                const unsigned pair = inside ? *reinterpret_cast<const unsigned*>(branch + at) : 0u;
+                const float2 other = unpack(movmatrix_trans(pair), T());
+                low += other.x;
+                high += other.y;
+            }
+            unsigned pair = movmatrix_trans(pack2(low, high, T()));
+            if (inside) {
+                if (ACCUMULATE) {
+                    const T* values = reinterpret_cast<const T*>(&pair);
+                    atomic_add(to + at, values[0]);
+                    atomic_add(to + at + 1, values[1]);
+                } else {
+                    *reinterpret_cast<unsigned*>(to + at) = pair;
+                }
+            }
+        }
+    }
+}
+
+// All tasks of a block.
+template <bool KEYS>
+__device__ __forceinline__ void run(const Shared& shared, const unsigned char* memory, const Work& work) {
+    // By a shuffle, which tells the compiler that it is the same for the whole warp.
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int boxes = (work.tokens + TILE - 1) / TILE, steps = (work.tokens + STEP - 1) / STEP;
+    float2* pairs = reinterpret_cast<float2*>(const_cast<unsigned char*>(memory) + PAIRS);
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < min(WARPGROUPS, work.last_tile - work.first_tile); ++i) {
+            load_tile(shared, work, i, work.first_tile + i);
+        }
+        for (int i = 0; i < min(STAGES, boxes); ++i) {
+            load_moving<KEYS>(shared, work, i, i);
+        }
+    }
+    if (RESIDENT) {
+        fill_pairs(pairs, work);
+    }
+
+    const unsigned long long stationary = wgmma_descriptor(shared.tile(warpgroup));
+    const unsigned long long moving = wgmma_descriptor(shared.box(0));
+    int tile_parity = 0;
+#pragma unroll 1
+    for (int tile = work.first_tile + warpgroup; tile < work.last_tile; tile += WARPGROUPS, tile_parity ^= 1) {
+        constexpr bool IN_REGISTERS = !KEYS || KEYS_IN_REGISTERS;
+        unsigned key_a[KEY_STEPS][4], value_a[VALUE_STEPS][4];
+        float s[16], d_p[16], d_key[KEY_COLUMNS / 2] = {}, d_value[VALUE_COLUMNS / 2] = {};
+        unsigned p_a[2][4], d_s_a[2][4];
+        float2 row[2];  // the pairs of a query task's two rows in this thread
+
+        mbarrier_wait(shared.tile_full(warpgroup), tile_parity);
+        if (IN_REGISTERS) {
+            load_fragments(key_a, memory + warpgroup * BOX_BYTES, warp, lane);
+            load_fragments(value_a, memory + warpgroup * BOX_BYTES + KEY_BYTES, warp, lane);
+        }
+        if (!KEYS) {
+            const float2* rows = RESIDENT ? pairs : work.rows + static_cast<long long>(work.bh) * boxes * TILE;
+            rows += tile * TILE + 16 * warp + lane / 4;
+            row[0] = rows[0];
+            row[1] = rows[8];
+        }
+        pin(d_key);
+        if (KEYS) {
+            pin(d_value);
+        }
+
+        // S and dP of a step; then, behind them, the updates by the step before it: two groups in flight.
+        const auto start_scores = [&](unsigned long long b) {
+            wgmma_fence();
+            if (IN_REGISTERS) {
+                multiply(s, key_a, b);
+                multiply(d_p, value_a, b + VALUE_UNITS);
+            } else {
+                multiply<KEY_STEPS>(s, stationary, b);
+                multiply<VALUE_STEPS>(d_p, stationary + VALUE_UNITS, b + VALUE_UNITS);
+            }
+            wgmma_commit();
+        };
+        const auto start_updates = [&](unsigned long long b) {
+            if (KEYS) {
+                update(d_value, p_a, b + VALUE_UNITS);
+            }
+            update(d_key, d_s_a, b);
+            wgmma_commit();
+        };
+        // P and dS of a step, in place while the updates of the step before still run, then packed.
+        const auto finish_scores = [&](const float2* columns, bool last) {
+            wgmma_wait<1>();
+            pin(s);
+            pin(d_p);
+            if (KEYS) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {  // columns 8 j + 2 (lane % 4) + {0, 1} are queries
+                    const float4 two = *reinterpret_cast<const float4*>(columns + 8 * j + 2 * (lane % 4));
+#pragma unroll
+                    for (int i = 4 * j; i < 4 * j + 4; ++i) {
+                        s[i] = exp2_approx(fmaf(s[i], work.scale_log2, i % 2 ? -two.z : -two.x));
+                        d_p[i] = s[i] * (d_p[i] - (i % 2 ? two.w : two.y));
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    s[i] = exp2_approx(fmaf(s[i], work.scale_log2, -row[i / 2 % 2].x));
+                    d_p[i] = s[i] * (d_p[i] - row[i / 2 % 2].y);
+                }
+                if (last) {  // keys beyond the last have a score of 0, whose P may be inf
+                    const int limit = work.tokens - (steps - 1) * STEP - 2 * (lane % 4);
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) {
+                        d_p[i] = i / 4 * 8 + i % 2 < limit ? d_p[i] : 0.f;
+                    }
+                    pin(d_p);  // keeps this a branch
+                }
+            }
+            wgmma_wait<0>();
+            pin(d_key);
+            if (KEYS) {
+                pin(d_value);
+                pack_fragments(p_a, s);
+            }
+            pack_fragments(d_s_a, d_p);
+        };
+
+        mbarrier_wait(shared.full(0), 0);
+        start_scores(moving);
+        wgmma_commit();  // no updates yet: an empty group in their place
+        int stage = 0, parity = 0, refill_stage = 0, refill_parity = 0;
+        unsigned long long b = moving;  // the box at hand
+#pragma unroll 1
+        for (int box = 0;; ++box) {
+            const float2* columns = pairs + stage * TILE;
+            finish_scores(columns, 2 * box + 1 == steps);
+            if (!RESIDENT && box > 0) {  // the box before was last read by the updates that have just ended
+                if (lane == 0) {
+                    mbarrier_arrive(shared.empty(stage ? stage - 1 : STAGES - 1));
+                }
+                if (box >= REFILL_LAG) {
+                    if (threadIdx.x == 0 && box - REFILL_LAG + STAGES < boxes) {
+                        mbarrier_wait(shared.empty(refill_stage), refill_parity);
+                        load_moving<KEYS>(shared, work, box - REFILL_LAG + STAGES, refill_stage);
+                    }
+                    if (++refill_stage == STAGES) {
+                        refill_stage = 0;
+                        refill_parity ^= 1;
+                    }
+                    __syncwarp();
+                }
+            }
+            if (2 * box + 1 == steps) {
+                break;
+            }
+            start_scores(b + STEP_UNITS);
+            start_updates(b);
+
+            finish_scores(columns + STEP, 2 * box + 2 == steps);
+            if (2 * box + 2 == steps) {
+                b += STEP_UNITS;
+                break;
+            }
+            const unsigned long long second_half = b + STEP_UNITS;
+            if (++stage == STAGES) {
+                stage = 0;
+                parity ^= 1;
+            }
+            b = moving + static_cast<unsigned long long>(stage * BOX_UNITS);
+            mbarrier_wait(shared.full(stage), parity);
+            start_scores(b);
+            start_updates(second_half);
+        }
+        wgmma_fence();
+        start_updates(b);
+        wgmma_wait<0>();
+        pin(d_key);
+        if (KEYS) {
+            pin(d_value);
+        }
+
+        if (RESIDENT) {  // all four warps are done with the tile
+            warpgroup_sync(warpgroup + 1);
+            if (threadIdx.x % 128 == 0 && tile + WARPGROUPS < work.last_tile) {
+                load_tile(shared, work, warpgroup, tile + WARPGROUPS);
+            }
+            __syncwarp();
+        }
+        const int token = tile * TILE + 16 * warp;
+        const long long bh = work.bh, tokens = work.tokens;
+        T* d_head = work.d_qkv + bh * HEAD_CHANNELS * tokens;
+        if (KEYS) {
+            const T* branch = work.d_v_branch + bh * VALUE_DIM * tokens;
+            write<false, KEY_DIM>(d_head + KEY_DIM * tokens, nullptr, d_key, work.scale, token, work.tokens);
+            write<BRANCH, VALUE_DIM>(d_head + 2 * KEY_DIM * tokens, branch, d_value, 1.f, token, work.tokens);
+        } else {
+            write<false, KEY_DIM>(d_head, nullptr, d_key, work.scale, token, work.tokens);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    psa_backward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap d_out_map,
+                        const T* __restrict__ out, const T* __restrict__ d_out, const float* __restrict__ lse,
+                        const float2* __restrict__ rows, const T* __restrict__ d_v_branch, T* __restrict__ d_qkv,
+                        int heads, int heads_per_wave, int tiles_per_block, int tokens, float scale_log2,
+                        float scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared shared{shared_address(memory)};
+
+    const int tiles = (tokens + TILE - 1) / TILE, blocks_per_head = (tiles + tiles_per_block - 1) / tiles_per_block;
+    const int wave = blockIdx.x / (2 * heads_per_wave * blocks_per_head);
+    const int first_head = wave * heads_per_wave;
+    const int key_blocks = min(heads_per_wave, heads - first_head) * blocks_per_head;
+    int block = blockIdx.x - wave * (2 * heads_per_wave * blocks_per_head);
+    const bool is_keys = block < key_blocks;
+    block -= is_keys ? 0 : key_blocks;
+    const int bh = first_head + block / blocks_per_head;
+    const int first_tile = block % blocks_per_head * tiles_per_block;
+    const int last_tile = min(first_tile + tiles_per_block, tiles);
+
+    if (threadIdx.x == 0) {
+        const int warpgroups = min(WARPGROUPS, last_tile - first_tile);
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(shared.full(i), 1);
+            mbarrier_init(shared.empty(i), 4 * warpgroups);
+        }
+        for (int i = 0; i < WARPGROUPS; ++i) {
+            mbarrier_init(shared.tile_full(i), 1);
+        }
+        mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (is_keys) {
+        run<true>(shared, memory,
+                  Work{&k_map, &v_map, &q_map, &d_out_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh, tokens,
+                       first_tile, last_tile, scale_log2, scale});
+    } else {
+        run<false>(shared, memory,
+                   Work{&q_map, &d_out_map, &k_map, &v_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh, tokens,
+                        first_tile, last_tile, scale_log2, scale});
+    }
+}
+
+// The pairs (lse log2 e, delta) of every query, whole boxes per head, for heads that are not resident.
+// Grid: BH * boxes. Block: 128: thread t takes tokens 4 (t % 16) ... of the box, and every eighth channel from
+// the t / 16-th. Reads out, d_out, lse; every element of rows is written by one thread.
+extern "C" __global__ void __launch_bounds__(128)
+    psa_backward_hopper_rows(const T* __restrict__ out, const T* __restrict__ d_out, const float* __restrict__ lse,
+                             float2* __restrict__ rows, int tokens) {
+    constexpr int GROUPS = 8;
+    __shared__ float partial[GROUPS][TILE];
+    const int boxes = (tokens + TILE - 1) / TILE;
+    const long long bh = blockIdx.x / boxes;
+    const int first_token = blockIdx.x % boxes * TILE;
+    const int quad = threadIdx.x % 16 * 4, group = threadIdx.x / 16;
+    float sum[4] = {};
+    if (first_token + quad < tokens) {
+        const long long at = bh * VALUE_DIM * tokens + first_token + quad;
+        add_products<GROUPS>(sum, out + at, d_out + at, tokens, group);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        partial[group][quad + i] = sum[i];
+    }
+    __syncthreads();
+    if (threadIdx.x < TILE) {
+        float delta = 0.f;
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) {
+            delta += partial[i][threadIdx.x];
+        }
+        const int token = first_token + threadIdx.x;
+        rows[static_cast<long long>(blockIdx.x) * TILE + threadIdx.x] =
+            make_pair(lse + bh * tokens, delta, token, tokens);
+    }
+}
