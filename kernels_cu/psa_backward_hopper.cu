@@ -1,25 +1,31 @@
-// The backward of fused attention on wgmma and TMA (sm_90a): d_qkv from d_out, qkv, out and lse, NCHW to NCHW.
+// The backward of fused attention on wgmma and TMA (sm_90a): d_qkv from d_out, qkv, out and lse, NCHW to
+// NCHW.
 //
 // Layout: qkv, d_qkv (BH, 2 KEY_DIM + VALUE_DIM, tokens); out, d_out, d_v_branch (BH, VALUE_DIM, tokens);
-//     lse (BH, tokens) float32. tokens % 8 == 0, bases 16-byte aligned. The copy engine reads q, k, v and d_out
-//     through 3-D maps (tokens, channels, BH) in boxes of 64 tokens by all channels, the channels rounded up to
-//     whole steps of 16: what is missing in tokens or channels arrives as zeros.
-// Work: a head is cut into tiles of 64 tokens. A key task owns dK and dV of a tile of keys, a query task dQ of a
-//     tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup runs a task:
-//     its tile is stationary (operand A), and all tokens of the other side pass by in boxes (operand B):
+//     lse (BH, tokens) float32. tokens % 8 == 0, bases 16-byte aligned. The copy engine reads q, k, v and
+//     d_out through 3-D maps (tokens, channels, BH) in boxes of 64 tokens by all channels, the channels
+//     rounded up to whole steps of 16: what is missing in tokens or channels arrives as zeros.
+// Work: a head is cut into tiles of 64 tokens. A key task owns dK and dV of a tile of keys, a query task dQ
+// of a
+//     tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup runs a
+//     task: its tile is stationary (operand A), and all tokens of the other side pass by in boxes (operand
+//     B):
 //                 stationary   moving    per step of 32 moving tokens
 //         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
 //         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
 //     with P = exp2(S scale log2 e - lse log2 e), dS = P (dP - delta), delta = rowsum(d_out out). P and dS go
 //     from accumulators to operand A in registers.
-// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks; a block has
+// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks; a block
+// has
 //     tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w takes every
 //     WARPGROUPS-th tile from the w-th.
-// Shared memory: a box per warpgroup (its tile), STAGES boxes (moving), STAGES * 64 pairs (lse log2 e, delta),
+// Shared memory: a box per warpgroup (its tile), STAGES boxes (moving), STAGES * 64 pairs (lse log2 e,
+// delta),
 //     barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block, and the
-//     pairs are computed in the prologue. Otherwise the boxes are a ring, a block has at most WARPGROUPS tiles,
-//     and psa_backward_hopper_rows has written the pairs.
-// Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warpgroup whose
+//     pairs are computed in the prologue. Otherwise the boxes are a ring, a block has at most WARPGROUPS
+//     tiles, and psa_backward_hopper_rows has written the pairs.
+// Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warpgroup
+// whose
 //     tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in a fixed
 //     order.
 #include "common.cuh"
@@ -44,15 +50,16 @@ constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 constexpr int STEP_UNITS = STEP * 2 / 16, BOX_UNITS = BOX_BYTES / 16, VALUE_UNITS = KEY_BYTES / 16;
 constexpr int CHANNELS_UNITS = 16 * ROW_BYTES / 16;  // 16 channels
 
-// A ring slot is filled again once all warpgroups are done with it; the one that waits for them asks this many
-// boxes after it was done itself, so that a small lead costs no waiting.
+// A ring slot is filled again once all warpgroups are done with it; the one that waits for them asks this
+// many boxes after it was done itself, so that a small lead costs no waiting.
 constexpr int REFILL_LAG = 2;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NO_QUERY = 1e30f;  // lse of a query beyond the last: exp2 gives 0
 
 // The compiler may not move uses of these accumulators above this point, nor their definitions below it.
-template <int N> __device__ __forceinline__ void pin(float (&values)[N]) {
+template <int N>
+__device__ __forceinline__ void pin(float (&values)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         asm volatile("" : "+f"(values[i])::"memory");
@@ -67,6 +74,11 @@ __device__ __forceinline__ float2 unpack(unsigned pair, __half) {
     return __half22float2(*reinterpret_cast<__half2*>(&pair));
 }
 
+// A value that is the same for the whole warp: by a shuffle, after which the compiler knows, too.
+__device__ __forceinline__ int warp_uniform(int value) {
+    return __shfl_sync(0xffffffffu, value, 0);
+}
+
 // Addresses in shared memory.
 struct Shared {
     unsigned base;
@@ -75,7 +87,9 @@ struct Shared {
     __device__ unsigned pairs(int stage) const { return base + PAIRS + stage * PAIR_BYTES; }
     __device__ unsigned full(int stage) const { return base + BARRIERS + 8 * stage; }
     __device__ unsigned empty(int stage) const { return base + BARRIERS + 8 * (STAGES + stage); }
-    __device__ unsigned tile_full(int warpgroup) const { return base + BARRIERS + 8 * (2 * STAGES + warpgroup); }
+    __device__ unsigned tile_full(int warpgroup) const {
+        return base + BARRIERS + 8 * (2 * STAGES + warpgroup);
+    }
 };
 
 // What a block works on. The maps are of the operands with KEY_DIM and with VALUE_DIM channels.
@@ -111,7 +125,8 @@ __device__ __forceinline__ void load_moving(const Shared& shared, const Work& wo
 
 // sum[i] += the products of out and d_out at token i of four, over the channels group, group + GROUPS, ...
 template <int GROUPS>
-__device__ __forceinline__ void add_products(float (&sum)[4], const T* out, const T* d_out, int tokens, int group) {
+__device__ __forceinline__ void add_products(float (&sum)[4], const T* out, const T* d_out, int tokens,
+                                             int group) {
 #pragma unroll 16
     for (int first = 0; first < VALUE_DIM; first += GROUPS) {
         const int channel = first + group;
@@ -170,7 +185,8 @@ __device__ __forceinline__ void fill_pairs(float2* pairs, const Work& work) {
 // channels, so matrices are transposed as they are loaded: 0 and 1 are the first eight channels of the first
 // and of the next eight tokens, 2 and 3 the next eight channels.
 template <int STEPS>
-__device__ __forceinline__ void load_fragments(unsigned (&a)[STEPS][4], const unsigned char* rows, int warp, int lane) {
+__device__ __forceinline__ void load_fragments(unsigned (&a)[STEPS][4], const unsigned char* rows, int warp,
+                                               int lane) {
     const int channel = lane % 8 + lane / 16 * 8;
     const int unit = 2 * warp + lane / 8 % 2;
     const unsigned char* row = rows + channel * ROW_BYTES + ((unit ^ (channel % 8)) * 16);
@@ -182,7 +198,8 @@ __device__ __forceinline__ void load_fragments(unsigned (&a)[STEPS][4], const un
 
 // d (64 tokens x 32 moving tokens) = the product over channels with A in registers, or in shared memory.
 template <int STEPS>
-__device__ __forceinline__ void multiply(float (&d)[16], const unsigned (&a)[STEPS][4], unsigned long long b) {
+__device__ __forceinline__ void multiply(float (&d)[16], const unsigned (&a)[STEPS][4],
+                                         unsigned long long b) {
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         wgmma<1>(d, a[k], b + k * CHANNELS_UNITS, k > 0, T());
@@ -212,10 +229,11 @@ __device__ __forceinline__ void pack_fragments(unsigned (&a)[2][4], const float 
     }
 }
 
-// factor * d [+ branch] to channel-major memory, from the warp's first token on. movmatrix turns a thread's two
-// channels of one token into two tokens of one channel, and the branch's two tokens the other way.
+// factor * d [+ branch] to channel-major memory, from the warp's first token on. movmatrix turns a thread's
+// two channels of one token into two tokens of one channel, and the branch's two tokens the other way.
 template <bool WITH_BRANCH, int CHANNELS, int N>
-__device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N], float factor, int token, int tokens) {
+__device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N], float factor, int token,
+                                      int tokens) {
     const int lane = threadIdx.x % 32;
     const int first = token + 2 * (lane % 4);
 #pragma unroll
@@ -233,15 +251,11 @@ __device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N
                 low += other.x;
                 high += other.y;
             }
-            unsigned pair = movmatrix_trans(pack2(low, high, T()));
-            if (inside) {
-                if (ACCUMULATE) {
-                    const T* values = reinterpret_cast<const T*>(&pair);
-                    atomic_add(to + at, values[0]);
-                    atomic_add(to + at + 1, values[1]);
-                } else {
-                    *reinterpret_cast<unsigned*>(to + at) = pair;
-                }
+            const unsigned pair = movmatrix_trans(pack2(low, high, T()));
+            if (inside && ACCUMULATE) {
+                atomic_add_pair(to + at, pair);
+            } else if (inside) {
+                *reinterpret_cast<unsigned*>(to + at) = pair;
             }
         }
     }
@@ -250,8 +264,7 @@ __device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N
 // All tasks of a block.
 template <bool KEYS>
 __device__ __forceinline__ void run(const Shared& shared, const unsigned char* memory, const Work& work) {
-    // By a shuffle, which tells the compiler that it is the same for the whole warp.
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int warpgroup = warp_uniform(threadIdx.x / 128);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int boxes = (work.tokens + TILE - 1) / TILE, steps = (work.tokens + STEP - 1) / STEP;
     float2* pairs = reinterpret_cast<float2*>(const_cast<unsigned char*>(memory) + PAIRS);
@@ -270,22 +283,22 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
 
     const unsigned long long stationary = wgmma_descriptor(shared.tile(warpgroup));
     const unsigned long long moving = wgmma_descriptor(shared.box(0));
-    int tile_parity = 0;
 #pragma unroll 1
-    for (int tile = work.first_tile + warpgroup; tile < work.last_tile; tile += WARPGROUPS, tile_parity ^= 1) {
+    for (int tile = work.first_tile + warpgroup; tile < work.last_tile; tile += WARPGROUPS) {
         constexpr bool IN_REGISTERS = !KEYS || KEYS_IN_REGISTERS;
         unsigned key_a[KEY_STEPS][4], value_a[VALUE_STEPS][4];
         float s[16], d_p[16], d_key[KEY_COLUMNS / 2] = {}, d_value[VALUE_COLUMNS / 2] = {};
         unsigned p_a[2][4], d_s_a[2][4];
         float2 row[2];  // the pairs of a query task's two rows in this thread
 
-        mbarrier_wait(shared.tile_full(warpgroup), tile_parity);
+        mbarrier_wait(shared.tile_full(warpgroup), (tile - work.first_tile) / WARPGROUPS % 2);
         if (IN_REGISTERS) {
             load_fragments(key_a, memory + warpgroup * BOX_BYTES, warp, lane);
             load_fragments(value_a, memory + warpgroup * BOX_BYTES + KEY_BYTES, warp, lane);
         }
         if (!KEYS) {
-            const float2* rows = RESIDENT ? pairs : work.rows + static_cast<long long>(work.bh) * boxes * TILE;
+            const float2* rows =
+                RESIDENT ? pairs : work.rows + static_cast<long long>(work.bh) * boxes * TILE;
             rows += tile * TILE + 16 * warp + lane / 4;
             row[0] = rows[0];
             row[1] = rows[8];
@@ -431,21 +444,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     psa_backward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                         const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap d_out_map,
                         const T* __restrict__ out, const T* __restrict__ d_out, const float* __restrict__ lse,
-                        const float2* __restrict__ rows, const T* __restrict__ d_v_branch, T* __restrict__ d_qkv,
-                        int heads, int heads_per_wave, int tiles_per_block, int tokens, float scale_log2,
-                        float scale) {
+                        const float2* __restrict__ rows, const T* __restrict__ d_v_branch,
+                        T* __restrict__ d_qkv, int heads, int heads_per_wave, int tiles_per_block, int tokens,
+                        float scale_log2, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
 
-    const int tiles = (tokens + TILE - 1) / TILE, blocks_per_head = (tiles + tiles_per_block - 1) / tiles_per_block;
+    const int tiles = (tokens + TILE - 1) / TILE,
+              blocks_per_head = (tiles + tiles_per_block - 1) / tiles_per_block;
     const int wave = blockIdx.x / (2 * heads_per_wave * blocks_per_head);
     const int first_head = wave * heads_per_wave;
     const int key_blocks = min(heads_per_wave, heads - first_head) * blocks_per_head;
     int block = blockIdx.x - wave * (2 * heads_per_wave * blocks_per_head);
     const bool is_keys = block < key_blocks;
     block -= is_keys ? 0 : key_blocks;
-    const int bh = first_head + block / blocks_per_head;
-    const int first_tile = block % blocks_per_head * tiles_per_block;
+    const int bh = warp_uniform(first_head + block / blocks_per_head);
+    const int first_tile = warp_uniform(block % blocks_per_head * tiles_per_block);
     const int last_tile = min(first_tile + tiles_per_block, tiles);
 
     if (threadIdx.x == 0) {
@@ -463,21 +477,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     if (is_keys) {
         run<true>(shared, memory,
-                  Work{&k_map, &v_map, &q_map, &d_out_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh, tokens,
-                       first_tile, last_tile, scale_log2, scale});
+                  Work{&k_map, &v_map, &q_map, &d_out_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
+                       tokens, first_tile, last_tile, scale_log2, scale});
     } else {
         run<false>(shared, memory,
-                   Work{&q_map, &d_out_map, &k_map, &v_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh, tokens,
-                        first_tile, last_tile, scale_log2, scale});
+                   Work{&q_map, &d_out_map, &k_map, &v_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
+                        tokens, first_tile, last_tile, scale_log2, scale});
     }
 }
 
 // The pairs (lse log2 e, delta) of every query, whole boxes per head, for heads that are not resident.
-// Grid: BH * boxes. Block: 128: thread t takes tokens 4 (t % 16) ... of the box, and every eighth channel from
-// the t / 16-th. Reads out, d_out, lse; every element of rows is written by one thread.
+// Grid: BH * boxes. Block: 128: thread t takes tokens 4 (t % 16) ... of the box, and every eighth channel
+// from the t / 16-th. Reads out, d_out, lse; every element of rows is written by one thread.
 extern "C" __global__ void __launch_bounds__(128)
-    psa_backward_hopper_rows(const T* __restrict__ out, const T* __restrict__ d_out, const float* __restrict__ lse,
-                             float2* __restrict__ rows, int tokens) {
+    psa_backward_hopper_rows(const T* __restrict__ out, const T* __restrict__ d_out,
+                             const float* __restrict__ lse, float2* __restrict__ rows, int tokens) {
     constexpr int GROUPS = 8;
     __shared__ float partial[GROUPS][TILE];
     const int boxes = (tokens + TILE - 1) / TILE;

@@ -86,6 +86,21 @@ __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- additions to global memory ----
+
+// Adds two adjacent elements (4-byte aligned, the first one low) to memory, each rounded once.
+__device__ __forceinline__ void atomic_add_pair(__half* address, unsigned pair) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.f16x2 [%0], %1;" ::"l"(__cvta_generic_to_global(address)),
+                 "r"(pair)
+                 : "memory");
+}
+
+__device__ __forceinline__ void atomic_add_pair(__nv_bfloat16* address, unsigned pair) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.bf16x2 [%0], %1;" ::"l"(__cvta_generic_to_global(address)),
+                 "r"(pair)
+                 : "memory");
+}
+
 // ---- wgmma: D (64 x N, float32) = A (64 x 16) B (16 x N) [+ D], by the 128 threads of a warpgroup ----
 //
 // Thread t of the warpgroup holds, of D, d[4 j + 2 h + x] at row 16 (t / 32) + (t % 32) / 4 + 8 h and column

@@ -1,0 +1,203 @@
+"""The fused backward on Hopper's own instructions (wgmma, TMA): which problems it takes, and its plan.
+
+The kernel is kernels_cu/psa_backward_hopper.cu, whose header tells the design. Here its sizes are chosen:
+how many warpgroups share the boxes of moving tokens, whether a head's boxes all fit into shared memory
+(resident) or pass through a ring, and how the tiles of a head are spread over blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from psa_cupy.geometry import PSAGeometry
+from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch, TensorMap
+from psa_cupy.passes.descriptor import PSAProblem
+
+NAME = "hopper"
+
+_FILE = "psa_backward_hopper.cu"
+_TILE = 64
+"""Tokens of a tile and of a box (the kernel's TILE)."""
+_MAX_COLUMNS = 128
+"""The widest operand the wgmma wrappers are made for."""
+_MAX_RING = 8
+"""Boxes of a ring: more would not be in flight."""
+_RESERVED_SHARED_BYTES = 1024
+"""What CUDA takes of a multiprocessor's shared memory for each block."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a block is made up: compile-time choices of the kernel."""
+
+    warpgroups: int
+    blocks_per_multiprocessor: int
+    keys_in_registers: bool
+    """Whether a key task holds its K and V in registers; else wgmma reads them from shared memory."""
+
+
+FOUR_WARPGROUPS = Layout(warpgroups=2, blocks_per_multiprocessor=2, keys_in_registers=False)
+"""At most 128 registers a thread."""
+THREE_WARPGROUPS = Layout(warpgroups=3, blocks_per_multiprocessor=1, keys_in_registers=True)
+"""At most 168 registers a thread."""
+TWO_WARPGROUPS = Layout(warpgroups=2, blocks_per_multiprocessor=1, keys_in_registers=True)
+"""At most 255 registers a thread."""
+
+
+def supports(problem: PSAProblem, device: Device) -> bool:
+    """Whether the kernel takes the problem: 16-bit types, rows of 16-byte units, dims that fit registers."""
+    return (
+        device.capability == (9, 0)
+        and device.tensor_maps
+        and problem.dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+        and problem.aligned
+        and problem.geometry.tokens % 8 == 0
+        and choose_layout(problem.geometry) is not None
+    )
+
+
+def plan(problem: PSAProblem, device: Device) -> Plan:
+    """The launches of psa_backward: operands d_out, qkv, out, lse, d_qkv, and d_v_branch if there is one."""
+    return plan_with_layout(problem, device, choose_layout(problem.geometry))
+
+
+def choose_layout(geometry: PSAGeometry) -> Layout | None:
+    """The layout with the most warpgroups whose registers suffice, or None.
+
+    A key task holds two accumulators of 64 x 32 (S, dP: 16 registers each), one of 64 x key_dim and one of
+    64 x value_dim, K and V as operands (4 for each 16 channels) and P and dS (16); about 30 are needed
+    besides. (What the compiler really takes is checked by the tests: no spills.)
+    """
+    columns = _round_up(geometry.key_dim, 8), _round_up(geometry.value_dim, 8)
+    if max(columns) > _MAX_COLUMNS:
+        return None
+    accumulators = 32 + sum(columns) // 2
+    held_operands = (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16)) // 4
+    registers = accumulators + held_operands + 16 + 30
+    if registers - held_operands <= 126:
+        return FOUR_WARPGROUPS
+    if registers <= 168:
+        return THREE_WARPGROUPS
+    return TWO_WARPGROUPS if registers <= 240 else None
+
+
+def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Plan:
+    """`plan` with a layout of the caller's choice (benchmarks compare them)."""
+    geometry = problem.geometry
+    if geometry.is_empty:
+        return Plan()
+    boxes = -(-geometry.tokens // _TILE)
+    stages = _stages_that_fit(geometry, device, layout)
+    resident = boxes <= stages
+    stages = boxes if resident else min(stages, _MAX_RING)
+    tiles_per_block = _tiles_per_block(boxes, geometry.bh, device, layout) if resident else layout.warpgroups
+    blocks_per_head = -(-boxes // tiles_per_block)
+    slots = device.multiprocessors * layout.blocks_per_multiprocessor
+    heads_per_wave = min(geometry.bh, max(1, slots // (2 * blocks_per_head)))
+
+    constants = (
+        ("T", problem.dtype),
+        ("KEY_DIM", geometry.key_dim),
+        ("VALUE_DIM", geometry.value_dim),
+        ("WARPGROUPS", layout.warpgroups),
+        ("BLOCKS_PER_SM", layout.blocks_per_multiprocessor),
+        ("KEYS_IN_REGISTERS", layout.keys_in_registers),
+        ("STAGES", stages),
+        ("RESIDENT", resident),
+        ("BRANCH", problem.branch),
+        ("ACCUMULATE", problem.accumulate),
+    )
+    rows = Scratch("rows", (geometry.bh, boxes * _TILE, 2), np.dtype(np.float32))
+    fused = Launch(
+        kernel=_kernel("psa_backward_hopper", constants),
+        grid=(2 * geometry.bh * blocks_per_head, 1, 1),
+        block=(128 * layout.warpgroups, 1, 1),
+        arguments=(
+            *_tensor_maps(geometry),
+            Operand("out"),
+            Operand("d_out"),
+            Operand("lse"),
+            Operand("lse" if resident else rows.name),  # read only if not resident
+            Operand("d_v_branch" if problem.branch else "d_out"),  # read only with a branch
+            Operand("d_qkv"),
+            np.int32(geometry.bh),
+            np.int32(heads_per_wave),
+            np.int32(tiles_per_block),
+            np.int32(geometry.tokens),
+            np.float32(problem.scale * math.log2(math.e)),
+            np.float32(problem.scale),
+        ),
+        shared_bytes=_shared_bytes(geometry, layout, stages),
+    )
+    if resident:
+        return Plan((fused,))
+    row_pairs = Launch(
+        kernel=_kernel("psa_backward_hopper_rows", constants),
+        grid=(geometry.bh * boxes, 1, 1),
+        block=(128, 1, 1),
+        arguments=(
+            Operand("out"),
+            Operand("d_out"),
+            Operand("lse"),
+            Operand(rows.name),
+            np.int32(geometry.tokens),
+        ),
+    )
+    return Plan((row_pairs, fused), (rows,))
+
+
+def _kernel(entry: str, constants: tuple) -> Kernel:
+    return Kernel(_FILE, entry, constants, min_capability=(9, 0), arch="sm_90a")
+
+
+def _tensor_maps(geometry: PSAGeometry) -> tuple[TensorMap, ...]:
+    """q, k, v and d_out as (tokens, channels, BH), in boxes of 64 tokens by all channels (whole 16s)."""
+    tokens = geometry.tokens
+
+    def view(name: str, first_channel: int, channels: int, channels_per_head: int) -> TensorMap:
+        return TensorMap(
+            name,
+            offset=first_channel * tokens,
+            dims=(tokens, channels, geometry.bh),
+            strides=(tokens, channels_per_head * tokens),
+            box=(_TILE, _round_up(channels, 16), 1),
+        )
+
+    key_dim, value_dim, head = geometry.key_dim, geometry.value_dim, geometry.head_channels
+    return (
+        view("qkv", 0, key_dim, head),
+        view("qkv", key_dim, key_dim, head),
+        view("qkv", 2 * key_dim, value_dim, head),
+        view("d_out", 0, value_dim, value_dim),
+    )
+
+
+def _tiles_per_block(tiles: int, heads: int, device: Device, layout: Layout) -> int:
+    """Few enough that blocks fill the device, and as many as that allows: each block loads the whole head."""
+    slots = device.multiprocessors * layout.blocks_per_multiprocessor
+    most_blocks = -(-tiles // layout.warpgroups)
+    blocks = min(most_blocks, max(1, slots // (2 * heads)))
+    return -(-tiles // blocks)
+
+
+def _stages_that_fit(geometry: PSAGeometry, device: Device, layout: Layout) -> int:
+    """How many boxes of moving tokens a block has room for."""
+    whole = device.shared_bytes + _RESERVED_SHARED_BYTES
+    room = whole // layout.blocks_per_multiprocessor - _RESERVED_SHARED_BYTES
+    without = _shared_bytes(geometry, layout, 0)
+    return (room - without) // (_shared_bytes(geometry, layout, 1) - without)
+
+
+def _shared_bytes(geometry: PSAGeometry, layout: Layout, stages: int) -> int:
+    """The kernel's shared memory: boxes of tiles and stages, 64 pairs of floats a stage, barriers."""
+    box = 128 * (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16))
+    barriers = 8 * (2 * stages + layout.warpgroups)
+    return (layout.warpgroups + stages) * box + stages * _TILE * 8 + barriers
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
