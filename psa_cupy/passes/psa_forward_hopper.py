@@ -1,0 +1,157 @@
+"""The Hopper variant of psa_forward: wgmma on tiles that TMA brings, for 16-bit types.
+
+Belongs to kernels_cu/psa_forward_hopper.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from psa_cupy.geometry import PSAGeometry
+from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, TensorMap
+from psa_cupy.passes.descriptor import PSAProblem
+
+NAME = "hopper"
+
+_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+_MAX_KEY_DIM, _MAX_VALUE_DIM = 64, 128
+_BOX_TOKENS, _ROW_BYTES = 64, 128
+_BLOCK_RESERVE = 1024
+"""Shared memory that the system takes of a multiprocessor for each block, in bytes."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel uses a multiprocessor; the names are the kernel's constants in lower case."""
+
+    warpgroups: int
+    stages: int
+    refill_lag: int
+    blocks_per_multiprocessor: int
+    every_maximum: bool = False
+    persistent: bool = False
+
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        return tuple((name.upper(), value) for name, value in vars(self).items())
+
+
+def supports(problem: PSAProblem, device: Device) -> bool:
+    """Whether the variant runs the problem on the device.
+
+    TMA wants 16-byte aligned rows: a multiple of 8 tokens, and aligned arrays.
+    """
+    geometry = problem.geometry
+    return (
+        device.tensor_maps
+        and device.capability == (9, 0)
+        and problem.dtype in _DTYPES
+        and problem.aligned
+        and geometry.tokens % 8 == 0
+        and geometry.key_dim <= _MAX_KEY_DIM
+        and geometry.value_dim <= _MAX_VALUE_DIM
+    )
+
+
+def plan(problem: PSAProblem, device: Device) -> Plan:
+    """One launch; operands "qkv", "out", "lse"."""
+    return plan_with(choose_tuning(problem.geometry, device), problem, device)
+
+
+def choose_tuning(geometry: PSAGeometry, device: Device) -> Tuning:
+    """As many blocks on a multiprocessor as registers allow and a ring of three boxes fits."""
+    most_blocks = 4 if geometry.key_dim <= 48 and geometry.value_dim <= 72 else 3
+    for blocks in range(most_blocks, 0, -1):
+        shared_bytes = (device.shared_bytes + _BLOCK_RESERVE) // blocks - _BLOCK_RESERVE
+        stages = min(4, _stages_within(shared_bytes, geometry))
+        if stages >= 3:
+            return Tuning(1, stages, refill_lag=1 if stages == 3 else 2, blocks_per_multiprocessor=blocks)
+    raise ValueError(f"psa_forward: {device} has too little shared memory for the hopper variant")
+
+
+def plan_with(tuning: Tuning, problem: PSAProblem, device: Device) -> Plan:
+    """The plan of a given tuning."""
+    geometry = problem.geometry
+    kernel = Kernel(
+        "psa_forward_hopper.cu",
+        "psa_forward_hopper",
+        constants=(
+            ("T", problem.dtype),
+            ("KEY_DIM", geometry.key_dim),
+            ("VALUE_DIM", geometry.value_dim),
+            *tuning.constants(),
+        ),
+        min_capability=(9, 0),
+        arch="sm_90a",
+    )
+    items = geometry.bh * -(-geometry.tokens // (64 * tuning.warpgroups))
+    blocks = items
+    if tuning.persistent:
+        blocks = min(items, device.multiprocessors * tuning.blocks_per_multiprocessor)
+    return Plan(
+        launches=(
+            Launch(
+                kernel,
+                grid=(blocks, 1, 1),
+                block=(128 * tuning.warpgroups, 1, 1),
+                arguments=(
+                    *tensor_maps(geometry),
+                    Operand("out"),
+                    Operand("lse"),
+                    np.int32(geometry.tokens),
+                    np.int32(items),
+                    np.float32(problem.scale * math.log2(math.e)),
+                ),
+                shared_bytes=_shared_bytes(tuning.stages, tuning.warpgroups, geometry),
+            ),
+        )
+    )
+
+
+def tensor_maps(geometry: PSAGeometry) -> tuple[TensorMap, TensorMap, TensorMap]:
+    """Maps (tokens, channels, bh) of q, k and v in qkv.
+
+    One map each: channels past a section's own are outside its map and arrive as zeros.
+    """
+    tokens, key_dim = geometry.tokens, geometry.key_dim
+    sections = (
+        (0, key_dim, _key_rows(geometry)),
+        (key_dim, key_dim, _key_rows(geometry)),
+        (2 * key_dim, geometry.value_dim, _value_rows(geometry)),
+    )
+    return tuple(
+        TensorMap(
+            "qkv",
+            offset=first_channel * tokens,
+            dims=(tokens, channels, geometry.bh),
+            strides=(tokens, geometry.head_channels * tokens),
+            box=(_BOX_TOKENS, rows, 1),
+        )
+        for first_channel, channels, rows in sections
+    )
+
+
+def _key_rows(geometry: PSAGeometry) -> int:
+    """Channels of Q and K in shared memory: wgmma multiplies 16 at a time."""
+    return -(-geometry.key_dim // 16) * 16
+
+
+def _value_rows(geometry: PSAGeometry) -> int:
+    """Channels of V in shared memory: wgmma makes results 8 at a time."""
+    return -(-geometry.value_dim // 8) * 8
+
+
+def _shared_bytes(stages: int, warpgroups: int, geometry: PSAGeometry) -> int:
+    box = (_key_rows(geometry) + _value_rows(geometry)) * _ROW_BYTES
+    barriers = 8 * (2 * stages + 2)
+    return stages * box + warpgroups * _key_rows(geometry) * _ROW_BYTES + barriers
+
+
+def _stages_within(shared_bytes: int, geometry: PSAGeometry) -> int:
+    stages = 0
+    while _shared_bytes(stages + 1, 1, geometry) <= shared_bytes:
+        stages += 1
+    return stages
