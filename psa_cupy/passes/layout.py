@@ -1,0 +1,154 @@
+"""What the three layout passes share: how wide their accesses are, how work is cut into blocks, one check.
+
+kernels_cu/transpose.cuh and extract_v.cu describe the kernels that these numbers are for.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from psa_cupy.arguments import require_integer, require_ndim
+from psa_cupy.geometry import MAX_KEY_DIM, PSAGeometry
+from psa_cupy.launching.plan import Kernel, Launch, Operand
+from psa_cupy.passes.descriptor import PSAProblem
+
+ACCESS_BYTES = 16
+"""The widest access of a thread."""
+ATOMIC_BYTES = 4
+"""The widest atomic addition that every architecture has; neighbouring threads then add side by side."""
+BYTES_IN_FLIGHT = 64
+"""What a thread loads, at least, before it stores."""
+THREADS = 256
+"""The most threads of a block."""
+
+
+def vector_of(problem: PSAProblem, *lengths: int, widest: int = ACCESS_BYTES) -> int:
+    """How many elements one access may take: a power of two that divides every length, in elements."""
+    if not problem.aligned:
+        return 1
+    vector = max(1, widest // problem.dtype.itemsize)
+    while any(length % vector for length in lengths):
+        vector //= 2
+    return vector
+
+
+def transpose_launch(
+    problem: PSAProblem,
+    file: str,
+    entry: str,
+    *,
+    matrices: int,
+    arguments: tuple[object, ...],
+    accumulate_constants: dict[str, bool],
+    adds_along: str | None = None,
+) -> Launch:
+    """A launch of `matrices` transposes between (key_dim, N) and (N, key_dim), as transpose.cuh cuts them.
+
+    Parameters
+    ----------
+    problem : PSAProblem
+        Its geometry's key_dim and tokens are the sizes of each matrix.
+    file, entry : str
+        The kernel.
+    matrices : int
+        How many.
+    arguments : tuple
+        The kernel's own arguments, in front of patches_per_part.
+    accumulate_constants : dict
+        The file's ACCUMULATE constants.
+    adds_along : {"tokens", "channels"}, optional
+        The contiguous direction of a target that is added to.
+    """
+    geometry = problem.geometry
+    widest = {direction: ATOMIC_BYTES if direction == adds_along else ACCESS_BYTES for direction in ("tokens", "channels")}
+    token_vector = vector_of(problem, geometry.tokens, widest=widest["tokens"])
+    channel_vector = vector_of(problem, geometry.key_dim, widest=widest["channels"])
+    group_lanes = lanes_along_channels(geometry.key_dim // channel_vector, channel_vector, token_vector)
+    unroll = max(1, BYTES_IN_FLIGHT // (token_vector * channel_vector * problem.dtype.itemsize))
+    slices = geometry.key_dim // (channel_vector * group_lanes)
+    patches = geometry.tokens // token_vector
+    parts = ceil_divide(patches * group_lanes, THREADS * unroll)
+    patches_per_part = ceil_divide(patches, parts)
+    constants = {
+        "T": problem.dtype,
+        "KEY_DIM": geometry.key_dim,
+        "TOKEN_VECTOR": token_vector,
+        "CHANNEL_VECTOR": channel_vector,
+        "GROUP_LANES": group_lanes,
+        "UNROLL": unroll,
+        **accumulate_constants,
+    }
+    return Launch(
+        kernel=Kernel(file, entry, tuple(constants.items())),
+        grid=(matrices * slices * ceil_divide(patches, patches_per_part), 1, 1),
+        block=(threads_for(patches_per_part * group_lanes, unroll), 1, 1),
+        arguments=(*arguments, np.int32(patches_per_part)),
+    )
+
+
+def copy_launch(
+    problem: PSAProblem, file: str, entry: str, *, run: int, arguments: tuple[Operand, ...], accumulate: bool
+) -> Launch:
+    """A launch that moves one run of `run` contiguous elements for every bh, as extract_v.cu cuts them."""
+    vector = vector_of(problem, run, widest=ATOMIC_BYTES if accumulate else ACCESS_BYTES)
+    unroll = BYTES_IN_FLIGHT // (vector * problem.dtype.itemsize)
+    vectors = run // vector
+    vectors_per_part = ceil_divide(vectors, ceil_divide(vectors, THREADS * unroll))
+    constants = (("T", problem.dtype), ("VECTOR", vector), ("UNROLL", unroll), ("ACCUMULATE", accumulate))
+    return Launch(
+        kernel=Kernel(file, entry, constants),
+        grid=(problem.geometry.bh * ceil_divide(vectors, vectors_per_part), 1, 1),
+        block=(threads_for(vectors_per_part, unroll), 1, 1),
+        arguments=(*arguments, np.int64(vectors), np.int32(vectors_per_part)),
+    )
+
+
+@functools.cache
+def lanes_along_channels(groups: int, channel_vector: int, token_vector: int) -> int:
+    """How many consecutive threads take neighbouring groups of channels, the next ones taking the next tokens.
+
+    A divisor of `groups`. The shorter of the two runs that a warp then touches, along the channels in one
+    layout and along the tokens in the other, is as long as can be; among equals, more channels.
+    """
+
+    def shorter_run(lanes: int) -> int:
+        return min(min(lanes, 32) * channel_vector, max(1, 32 // lanes) * token_vector)
+
+    divisors = [lanes for lanes in range(1, groups + 1) if groups % lanes == 0]
+    return max(divisors, key=lambda lanes: (shorter_run(lanes), lanes))
+
+
+def threads_for(items: int, unroll: int) -> int:
+    """Threads of a block, whole warps, that take `items` in `unroll` rounds."""
+    return ceil_divide(ceil_divide(items, unroll), 32) * 32
+
+
+def ceil_divide(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def geometry_of_heads(
+    function: str, name: str, array, *, num_heads: int, height: int, width: int, layout: tuple[str, ...]
+) -> PSAGeometry:
+    """The geometry of an array whose last dimensions are (BH, N, key_dim), with value_dim = 2*key_dim.
+
+    Raises
+    ------
+    TypeError
+        If num_heads, height or width is no integer.
+    ValueError
+        If the sizes do not fit together or exceed the limits.
+    """
+    bh, tokens, key_dim = require_ndim(function, name, array, layout)[-3:]
+    num_heads = require_integer(function, "num_heads", num_heads, 1)
+    height = require_integer(function, "height", height, 0)
+    width = require_integer(function, "width", width, 0)
+    if tokens != height * width:
+        raise ValueError(f"{function}: {name} has {tokens} tokens, expected height*width = {height * width}")
+    if bh % num_heads:
+        raise ValueError(f"{function}: {name} has {bh} heads in all, which {num_heads} heads do not divide")
+    require_integer(function, f"key_dim of {name}", key_dim, 1, MAX_KEY_DIM)
+    return PSAGeometry(bh // num_heads, num_heads, key_dim, 2 * key_dim, height, width)
