@@ -12,6 +12,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _RUNTIME_SOURCES = sorted((_HERE / "runtime").glob("*.cpp"))
 
 _COMMON = (
-    *("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-psabi"),
+    *("-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-psabi"),
     # Kernels reinterpret memory freely, as CUDA lets them; errno and traps are nothing that they look at.
     *("-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     # Faults leave by longjmp, and find their place by return addresses: no tail calls, no checks of either.
@@ -41,11 +42,11 @@ _HOW_TO_INSTALL = (
 
 
 def compiler() -> str | None:
-    """The path of the C++ compiler: the environment's CXX, else g++, else c++; None if there is none."""
-    named = os.environ.get("CXX")
-    for name in [named] if named else ["g++", "c++"]:
-        if path := shutil.which(name):
-            return path
+    """The C++ compiler as a command: the environment's CXX, else g++, else c++; None if there is none."""
+    for command in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]:
+        program, *options = shlex.split(command)
+        if path := shutil.which(program):
+            return shlex.join([path, *options])
     return None
 
 
@@ -192,19 +193,19 @@ def _headers_and_runtime() -> str:
 
 
 @functools.cache
-def _compiler_version(path: str) -> str:
-    return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+def _compiler_version(command: str) -> str:
+    return subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def _found_compiler() -> str:
-    if path := compiler():
-        return path
+    if command := compiler():
+        return command
     raise RuntimeError(f"cpu_kernels: {_HOW_TO_INSTALL}")
 
 
 def _key(text: str, flags: tuple[str, ...], runtime: str) -> str:
-    path = _found_compiler()
-    parts = (text, _headers_and_runtime(), runtime, path, _compiler_version(path), *flags)
+    command = _found_compiler()
+    parts = (text, _headers_and_runtime(), runtime, command, _compiler_version(command), *flags)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -254,7 +255,7 @@ def _compile(text: str, flags: tuple[str, ...], links: tuple[str, ...], library:
 
 
 def _call_compiler(arguments: list[str], text: str | None) -> None:
-    command = [_found_compiler(), *arguments]
+    command = [*shlex.split(_found_compiler()), *arguments]
     result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"cpu_kernels: {command[0]} does not accept a kernel's text:\n{result.stderr}")

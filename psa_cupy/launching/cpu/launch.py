@@ -212,6 +212,7 @@ class _Kernels:
     def __init__(self, text: str, checked: bool) -> None:
         _runtime()
         self._library = load(build_kernels, text, checked)
+        self._entries: dict[str, tuple[int, list[str]]] = {}
         self.path = pathlib.Path(self._library._name)
 
     @staticmethod
@@ -219,9 +220,13 @@ class _Kernels:
     def of(text: str, checked: bool) -> _Kernels:
         return _Kernels(text, checked)
 
-    @functools.cache
     def entry(self, name: str) -> tuple[int, list[str]]:
         """The address of a kernel's door, and its parameters' types."""
+        if name not in self._entries:
+            self._entries[name] = self._find_entry(name)
+        return self._entries[name]
+
+    def _find_entry(self, name: str) -> tuple[int, list[str]]:
         try:
             door = getattr(self._library, f"cuda_on_cpu_call_{name}")
         except AttributeError:

@@ -14,7 +14,7 @@ template <class T, class Combine> CUDA_ON_CPU_UNSEEN inline T read_modify_write(
 
 #define CUDA_ON_CPU_ATOMIC(NAME, T, EXPRESSION)                                                               \
     inline T NAME(T* address, T value) {                                                                      \
-        return cuda_on_cpu::read_modify_write(address, [=](T old) -> T { return EXPRESSION; });               \
+        return cuda_on_cpu::read_modify_write(address, [=]([[maybe_unused]] T old) -> T { return EXPRESSION; });    \
     }
 #define CUDA_ON_CPU_INTEGER_ATOMICS(T)                                                                        \
     CUDA_ON_CPU_ATOMIC(atomicAdd, T, old + value)                                                             \

@@ -10,13 +10,7 @@ inline uint16_t bfloat16_from_float(float value) {
 }
 inline float float_from_bfloat16(uint16_t bits) { return bits_as<float>((uint32_t)bits << 16); }
 
-#ifdef __FLT16_MAX__  // GCC 12: one instruction where the processor has it
-inline uint16_t float16_from_float(float value) {
-    return value != value ? 0x7fff : bits_as<uint16_t>((_Float16)value);
-}
-inline float float_from_float16(uint16_t bits) { return (float)bits_as<_Float16>(bits); }
-#else
-inline uint16_t float16_from_float(float value) {
+inline uint16_t float16_from_float_in_software(float value) {
     const uint32_t bits = bits_as<uint32_t>(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return 0x7fff;
     if (magnitude >= 0x477ff000) return sign | 0x7c00;  // 65520 and more round to infinity
@@ -25,12 +19,21 @@ inline uint16_t float16_from_float(float value) {
     }
     return sign | (uint16_t)((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
 }
-inline float float_from_float16(uint16_t bits) {
+inline float float_from_float16_in_software(uint16_t bits) {
     const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, fraction = bits & 0x3ff;
     if (exponent == 31) return bits_as<float>(sign | 0x7f800000 | fraction << 13);
     if (exponent == 0) return (sign ? -5.9604644775390625e-8f : 5.9604644775390625e-8f) * (float)fraction;
     return bits_as<float>(sign | (exponent + 112) << 23 | fraction << 13);
 }
+
+#ifdef __FLT16_MAX__  // GCC 12: one instruction where the processor has it
+inline uint16_t float16_from_float(float value) {
+    return value != value ? 0x7fff : bits_as<uint16_t>((_Float16)value);
+}
+inline float float_from_float16(uint16_t bits) { return (float)bits_as<_Float16>(bits); }
+#else
+inline uint16_t float16_from_float(float value) { return float16_from_float_in_software(value); }
+inline float float_from_float16(uint16_t bits) { return float_from_float16_in_software(bits); }
 #endif
 
 }  // namespace cuda_on_cpu

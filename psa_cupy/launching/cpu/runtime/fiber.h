@@ -8,7 +8,7 @@ namespace cuda_on_cpu {
 
 constexpr size_t STACK_BYTES = 128 << 10;
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(CUDA_ON_CPU_UCONTEXT)  // a test defines it
 
 typedef void* Context;  // the stack pointer; what must survive a call lies on the stack
 

@@ -15,7 +15,7 @@ Grid current_grid;
 Launch launch;
 Block block;
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(CUDA_ON_CPU_UCONTEXT)
 __asm__(
     ".text\n"
     ".globl cuda_on_cpu_switch\n"
@@ -29,6 +29,22 @@ __asm__(
     "  jmpq *%rcx\n"  // not ret: the processor's prediction of returns would be wrong each time
     ".size cuda_on_cpu_switch, .-cuda_on_cpu_switch\n");
 #endif
+
+// What Python hands over: see launch.py, which holds the same structures.
+struct OperandRequest {
+    const char* name;
+    char* base;
+    size_t bytes, element_bytes;
+};
+struct LaunchRequest {
+    void (*entry)(void**);
+    void** arguments;
+    unsigned grid[3], block[3];
+    size_t dynamic_shared_bytes;
+    const OperandRequest* operands;
+    size_t operand_count;
+    int checked;
+};
 
 namespace {
 
@@ -178,6 +194,14 @@ void run_blocks(const Grid& grid) {
     check_padding(launch.operands);
 }
 
+void take_operands(const LaunchRequest& request) {
+    for (size_t i = 0; i < request.operand_count; i++) {
+        const OperandRequest& operand = request.operands[i];
+        launch.operands.push_back({operand.base, operand.bytes, operand.element_bytes, operand.name, false, nullptr, nullptr});
+        if (launch.checked) begin_watching(launch.operands.back());
+    }
+}
+
 int find_module(dl_phdr_info* info, size_t, void*) {
     const uintptr_t entry = reinterpret_cast<uintptr_t>(launch.entry);
     uintptr_t end = 0;
@@ -253,22 +277,6 @@ void warp_meet(unsigned mask, WarpCompute compute, int line) {
     warp.ready |= mask;
 }
 
-// What Python hands over: see launch.py, which holds the same structures.
-struct OperandRequest {
-    const char* name;
-    char* base;
-    size_t bytes, element_bytes;
-};
-struct LaunchRequest {
-    void (*entry)(void**);
-    void** arguments;
-    unsigned grid[3], block[3];
-    size_t dynamic_shared_bytes;
-    const OperandRequest* operands;
-    size_t operand_count;
-    int checked;
-};
-
 extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_launch(const LaunchRequest* request) {
     launch.entry = request->entry;
     launch.arguments = request->arguments;
@@ -278,15 +286,13 @@ extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_launch
     current_grid.grid = dim3(request->grid[0], request->grid[1], request->grid[2]);
     current_grid.block = dim3(request->block[0], request->block[1], request->block[2]);
     dl_iterate_phdr(find_module, nullptr);
-    for (size_t i = 0; i < request->operand_count; i++) {
-        const OperandRequest& operand = request->operands[i];
-        launch.operands.push_back({operand.base, operand.bytes, operand.element_bytes, operand.name, false, nullptr, nullptr});
-        if (launch.checked) begin_watching(launch.operands.back());
-    }
     block.clock = 0;
     {
         SignalHandlers handlers;
-        if (sigsetjmp(launch.give_up, 1) == 0) run_blocks(current_grid);
+        if (sigsetjmp(launch.give_up, 1) == 0) {
+            take_operands(*request);
+            run_blocks(current_grid);
+        }
     }
     current_thread = nullptr;
     for (auto* regions : {&launch.operands, &launch.shared}) {
