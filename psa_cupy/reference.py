@@ -9,9 +9,9 @@ Inside, an attention operand is *tokens first*, (BH, tokens, channels): for NCHW
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
+
+from psa_cupy.views import heads_of, split_qkv, tiles, tokens_first
 
 _TILE_SCORES = 1 << 17
 """Scores computed at a time: 1 MiB of float64, which the caches hold."""
@@ -39,7 +39,7 @@ def pack_qkv_backward(d_packed, num_heads, height, width, *, d_qkv=None):
 def extract_v(qkv, num_heads):
     """The V channels of qkv, as (B, num_heads*2*key_dim, H, W)."""
     batch, channels, height, width = qkv.shape
-    v = _heads(qkv, num_heads)[:, channels // num_heads // 2 :]
+    v = heads_of(qkv, num_heads)[:, channels // num_heads // 2 :]
     return _copy(v).reshape(batch, channels // 2, height, width)
 
 
@@ -49,8 +49,8 @@ def extract_v_backward(d_v, num_heads, *, d_qkv=None):
     target = d_qkv
     if d_qkv is None:
         d_qkv = np.zeros((batch, 2 * channels, height, width), d_v.dtype)
-    v_channels = _heads(d_qkv, num_heads)[:, channels // num_heads :]
-    _store(v_channels, _heads(d_v, num_heads), add=target is not None)
+    v_channels = heads_of(d_qkv, num_heads)[:, channels // num_heads :]
+    _store(v_channels, heads_of(d_v, num_heads), add=target is not None)
     return d_qkv
 
 
@@ -93,28 +93,28 @@ def flash_attention_backward(d_o, q, k, v, o, lse, *, scale=None, d_q=None, d_k=
 
 def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None):
     """Attention from qkv (B, num_heads*(2*key_dim + value_dim), H, W): out, NCHW, and lse (B, heads, N)."""
-    q, k, v = _split(qkv, num_heads, key_dim)
+    q, k, v = split_qkv(qkv, num_heads, key_dim)
     batch, _, height, width = qkv.shape
     if out is None:
         out = np.empty((batch, num_heads * v.shape[2], height, width), qkv.dtype)
     if lse is None:
         lse = np.empty((batch, num_heads, height * width), _lse_dtype(qkv.dtype))
-    _attend(q, k, v, _scale(scale, q.shape[2]), _tokens_first(out, num_heads), lse.reshape(q.shape[:2]))
+    _attend(q, k, v, _scale(scale, q.shape[2]), tokens_first(out, num_heads), lse.reshape(q.shape[:2]))
     return out, lse
 
 
 def psa_backward(d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d_v_branch=None, d_qkv=None):
     """The gradient of psa_forward's out with respect to qkv; d_v_branch is added to V's before rounding."""
-    q, k, v = _split(qkv, num_heads, key_dim)
+    q, k, v = split_qkv(qkv, num_heads, key_dim)
     add = (d_qkv is not None,) * 3
     if d_qkv is None:
         d_qkv = np.empty(qkv.shape, qkv.dtype)
     _attend_backward(
-        *(_tokens_first(d_out, num_heads), q, k, v, _tokens_first(out, num_heads), lse.reshape(q.shape[:2])),
+        *(tokens_first(d_out, num_heads), q, k, v, tokens_first(out, num_heads), lse.reshape(q.shape[:2])),
         _scale(scale, q.shape[2]),
-        _split(d_qkv, num_heads, q.shape[2]),
+        split_qkv(d_qkv, num_heads, q.shape[2]),
         add,
-        branch=None if d_v_branch is None else _tokens_first(d_v_branch, num_heads),
+        branch=None if d_v_branch is None else tokens_first(d_v_branch, num_heads),
     )
     return d_qkv
 
@@ -124,13 +124,13 @@ def psa_backward(d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d
 
 @np.errstate(all="ignore")  # NaN, inf and overflow walk through silently, as on a GPU
 def _attend(q, k, v, scale, o, lse) -> None:
-    """o = softmax(scale q k^T) v and lse, the log-sum-exp of each row of scores, written in place."""
+    """Softmax attention, o = softmax(scale q k^T) v and lse, each row's log-sum-exp, written in place."""
     if k.shape[1] == 0:  # a sum over no keys
         o[...], lse[...] = 0, -np.inf
         return
-    for heads, tiles in _tiles(q.shape[0], q.shape[1], k.shape[1]):
+    for heads, row_slices in tiles(q.shape[0], q.shape[1], k.shape[1], _TILE_SCORES):
         keys, values = _float64(k[heads]), _float64(v[heads])
-        for rows in tiles:
+        for rows in row_slices:
             p = _float64(q[heads, rows]) @ keys.transpose(0, 2, 1)
             p *= scale
             row_max = p.max(axis=2, keepdims=True)
@@ -148,11 +148,11 @@ def _attend_backward(d_o, q, k, v, o, lse, scale, targets, add, branch=None) -> 
     With P = exp(scale q k^T - lse) the softmax's gradient is dS = P (dP - delta), where dP = dO v^T and
     delta = rowsum(dO o) = rowsum(P dP). Then dq = scale dS k, dk = scale dS^T q, dv = P^T dO (+ branch).
     """
-    for heads, tiles in _tiles(q.shape[0], q.shape[1], k.shape[1]):
+    for heads, row_slices in tiles(q.shape[0], q.shape[1], k.shape[1], _TILE_SCORES):
         keys, values = _float64(k[heads]), _float64(v[heads])
         d_keys = np.zeros(keys.shape)
         d_values = np.zeros(values.shape) if branch is None else _float64(branch[heads])
-        for rows in tiles:
+        for rows in row_slices:
             queries, d_rows = _float64(q[heads, rows]), _float64(d_o[heads, rows])
             p = queries @ keys.transpose(0, 2, 1)
             p *= scale
@@ -170,35 +170,7 @@ def _attend_backward(d_o, q, k, v, o, lse, scale, targets, add, branch=None) -> 
         _store(targets[2][heads], d_values, add[2])
 
 
-def _tiles(bh: int, query_count: int, key_count: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Slices of heads, each with the slices of queries to take in turn: `_TILE_SCORES` scores or one row."""
-    rows = min(max(1, _TILE_SCORES // max(1, key_count)), max(1, query_count))
-    heads = max(1, _TILE_SCORES // (rows * max(1, key_count))) if rows >= query_count else 1
-    row_slices = [slice(start, start + rows) for start in range(0, query_count, rows)]
-    for start in range(0, bh, heads):
-        yield slice(start, start + heads), row_slices
-
-
 # ---- layouts as views
-
-
-def _heads(nchw, num_heads):
-    """(B, num_heads*c, H, W) as (BH, c, N): the same memory, since a head's channels are adjacent."""
-    batch, channels, height, width = nchw.shape
-    return nchw.reshape(batch * num_heads, channels // num_heads, height * width)
-
-
-def _tokens_first(nchw, num_heads):
-    """(B, num_heads*c, H, W) as (BH, N, c)."""
-    return _heads(nchw, num_heads).transpose(0, 2, 1)
-
-
-def _split(qkv, num_heads, key_dim):
-    """Q, K and V of every head, tokens first."""
-    tokens_first = _tokens_first(qkv, num_heads)
-    if key_dim is None:
-        key_dim = tokens_first.shape[2] // 4
-    return np.split(tokens_first, (key_dim, 2 * key_dim), axis=2)
 
 
 def _sections(qkv, num_heads):
@@ -210,7 +182,7 @@ def _sections(qkv, num_heads):
 
 def _halves(nchw, num_heads):
     """The lower and the upper half of each head's channels, tokens first."""
-    return np.split(_tokens_first(nchw, num_heads), 2, axis=2)
+    return np.split(tokens_first(nchw, num_heads), 2, axis=2)
 
 
 # ---- small helpers
