@@ -27,7 +27,7 @@
 // laid out and strided as o, is added to d_v before it is rounded.
 #include "fma_tile.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS<ROWS*(KEY_SUMS + 2 * COLUMNS)>)
     flash_attention_backward_q(const T* __restrict__ d_o, const T* __restrict__ q, const T* __restrict__ k,
                                const T* __restrict__ v, const T* __restrict__ o, const Real* __restrict__ lse,
                                T* __restrict__ d_q, Real* __restrict__ delta, int queries, int keys,
@@ -99,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS,
+                                             RESIDENT_BLOCKS<ROWS*(KEY_SUMS + VALUE_SUMS + 2 * COLUMNS)>)
     flash_attention_backward_kv(const T* __restrict__ d_o, const T* __restrict__ q, const T* __restrict__ k,
                                 const T* __restrict__ v, const Real* __restrict__ lse,
                                 const Real* __restrict__ delta, const T* __restrict__ d_v_branch,

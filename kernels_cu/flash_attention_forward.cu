@@ -12,7 +12,7 @@
 // Writes   each address of o and lse once, by the block that owns its query: repeatable
 #include "fma_tile.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS<ROWS*(VALUE_SUMS + COLUMNS)>)
     flash_attention_forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,
                             T* __restrict__ o, Real* __restrict__ lse, int queries, int keys,
                             long long q_stride, long long k_stride, long long v_stride, long long o_stride,

@@ -38,6 +38,13 @@ constexpr int ROW_PITCH = BLOCK_ROWS + UNIT, COLUMN_PITCH = BLOCK_COLUMNS + UNIT
 constexpr int KEY_SUMS = (KEY_DIM + 7) / 8, VALUE_SUMS = (VALUE_DIM + 7) / 8;
 constexpr int KEY_CHANNELS = 8 * KEY_SUMS, VALUE_CHANNELS = 8 * VALUE_SUMS;
 
+// Blocks that shall fit a multiprocessor at once, from the scores and sums that a thread holds: with it the
+// compiler limits the registers to 128, 168 or 255. Measured by the spills it avoids.
+template <int VALUES>
+constexpr int RESIDENT_BLOCKS = sizeof(Real) == 8 || VALUES > 128 ? 2
+                                : VALUES > 64                     ? 3
+                                                                  : 4;
+
 template <int LENGTH>
 struct alignas(LENGTH * sizeof(Real)) Vector {
     Real at[LENGTH];
@@ -114,14 +121,17 @@ __device__ __forceinline__ void load_tile(Real* tile, const T* __restrict__ head
     constexpr int CHANNEL_GROUPS = (CHANNEL_PIECES + CHANNEL_LANES - 1) / CHANNEL_LANES;
     constexpr int PIECES =
         CHANNEL_MAJOR ? TOKEN_PIECES * CHANNEL_PIECES : CHANNEL_GROUPS * TOKENS * CHANNEL_LANES;
+    constexpr int STEPS = (PIECES + THREADS - 1) / THREADS;
 #pragma unroll
-    for (int piece = threadIdx.x; piece < PIECES; piece += THREADS) {
+    for (int step = 0; step < STEPS; step++) {
+        const unsigned piece = step * THREADS + threadIdx.x;
+        if (PIECES % THREADS != 0 && piece >= PIECES) break;
         int token, channel;
         if (CHANNEL_MAJOR) {
             token = piece % TOKEN_PIECES * TOKEN_STEP;
             channel = piece / TOKEN_PIECES;
         } else {
-            const int lane = piece % 32, group = piece / 32;
+            const unsigned lane = piece % 32, group = piece / 32;
             token = group / CHANNEL_GROUPS * TOKEN_LANES + lane / CHANNEL_LANES;
             channel = (group % CHANNEL_GROUPS * CHANNEL_LANES + lane % CHANNEL_LANES) * CHANNEL_STEP;
             if (CHANNEL_PIECES % CHANNEL_LANES != 0 && channel >= PADDED) continue;
