@@ -1,9 +1,10 @@
-// psa_extract_v_nchw: the V channels of qkv (BH, 4 * KEY_DIM, tokens) to v (BH, 2 * KEY_DIM, tokens), and back.
+// psa_extract_v_nchw: the V channels of qkv (BH, 4 * KEY_DIM, tokens) to v (BH, 2 * KEY_DIM, tokens), and
+// back.
 //
-// The V channels of a head are one run of 2 * KEY_DIM * tokens elements in both arrays, the second half of the
-// head's elements in qkv: a copy of runs, no transpose. A thread loads UNROLL vectors of VECTOR elements before it
-// stores the first. Grid (1-D): bh * parts + part, a part being vectors_per_part vectors; block: as many threads
-// as make UNROLL rounds cover a part; no shared memory. VECTOR divides the length of a run.
+// The V channels of a head are one run of 2 * KEY_DIM * tokens elements in both arrays, the second half of
+// the head's elements in qkv: a copy of runs, no transpose. A thread loads UNROLL vectors of VECTOR elements
+// before it stores the first. Grid (1-D): bh * parts + part, a part being vectors_per_part vectors; block: as
+// many threads as make UNROLL rounds cover a part; no shared memory. VECTOR divides the length of a run.
 //
 // Forward writes every element of v once. Backward writes every element of d_qkv once: zeros to the Q and K
 // channels, d_v to the V channels; with ACCUMULATE it adds d_v to the V channels atomically, one addition per
@@ -30,11 +31,13 @@ struct Moved {
 #pragma unroll
         for (int round = 0; round < UNROLL; ++round) {
             const int index = threadIdx.x + round * blockDim.x;
-            if (index < part.count) vectors[round] = load_vector<VECTOR>(source + (part.first + index) * VECTOR);
+            if (index < part.count)
+                vectors[round] = load_vector<VECTOR>(source + (part.first + index) * VECTOR);
         }
     }
 
-    template <bool ADD> __device__ __forceinline__ void store(T* target, const Part& part) const {
+    template <bool ADD>
+    __device__ __forceinline__ void store(T* target, const Part& part) const {
 #pragma unroll
         for (int round = 0; round < UNROLL; ++round) {
             const int index = threadIdx.x + round * blockDim.x;
@@ -53,8 +56,8 @@ extern "C" __global__ void extract_v(const T* __restrict__ qkv, T* __restrict__ 
     moved.store<false>(v + part.bh * run, part);
 }
 
-extern "C" __global__ void extract_v_backward(const T* __restrict__ d_v, T* __restrict__ d_qkv, long long vectors,
-                                              int vectors_per_part) {
+extern "C" __global__ void extract_v_backward(const T* __restrict__ d_v, T* __restrict__ d_qkv,
+                                              long long vectors, int vectors_per_part) {
     const Part part = part_of_block(vectors, vectors_per_part);
     const long long run = vectors * VECTOR;
     T* const head = d_qkv + 2 * part.bh * run;

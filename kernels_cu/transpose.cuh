@@ -1,16 +1,19 @@
-// Batches of small transposes between channel-major (KEY_DIM, tokens) and token-major (tokens, KEY_DIM) matrices.
+// Batches of small transposes between channel-major (KEY_DIM, tokens) and token-major (tokens, KEY_DIM)
+// matrices.
 //
-// A thread moves *patches* of CHANNEL_VECTOR channels x TOKEN_VECTOR tokens: it loads one vector per row of the
-// patch on one side, exchanges the elements among its own registers and stores one vector per row on the other
-// side. Both sides see accesses of up to 16 bytes; there is no shared memory, hence no barrier and no bank
-// conflict. GROUP_LANES consecutive threads take neighbouring groups of channels, the next ones the next tokens:
-// the host chooses GROUP_LANES so that a warp touches runs of at least a 32-byte sector in either layout.
-// UNROLL patches are loaded before the first is stored: the bytes in flight are what reaches the copy rate.
+// A thread moves *patches* of CHANNEL_VECTOR channels x TOKEN_VECTOR tokens: it loads one vector per row of
+// the patch on one side, exchanges the elements among its own registers and stores one vector per row on the
+// other side. Both sides see accesses of up to 16 bytes; there is no shared memory, hence no barrier and no
+// bank conflict. GROUP_LANES consecutive threads take neighbouring groups of channels, the next ones the next
+// tokens: the host chooses GROUP_LANES so that a warp touches runs of at least a 32-byte sector in either
+// layout. UNROLL patches are loaded before the first is stored: the bytes in flight are what reaches the copy
+// rate.
 //
-// Grid (1-D): matrix * SLICES * parts + slice * parts + part, where a slice is GROUP_LANES groups of channels and
-// a part is patches_per_part patches along the tokens. Block: as many threads as make UNROLL rounds cover
-// patches_per_part * GROUP_LANES patches. Constants from the host: T, KEY_DIM, TOKEN_VECTOR (divides the number
-// of tokens), CHANNEL_VECTOR (divides KEY_DIM), GROUP_LANES (divides KEY_DIM / CHANNEL_VECTOR), UNROLL.
+// Grid (1-D): matrix * SLICES * parts + slice * parts + part, where a slice is GROUP_LANES groups of channels
+// and a part is patches_per_part patches along the tokens. Block: as many threads as make UNROLL rounds cover
+// patches_per_part * GROUP_LANES patches. Constants from the host: T, KEY_DIM, TOKEN_VECTOR (divides the
+// number of tokens), CHANNEL_VECTOR (divides KEY_DIM), GROUP_LANES (divides KEY_DIM / CHANNEL_VECTOR),
+// UNROLL.
 #pragma once
 #include "vector.cuh"
 
@@ -47,25 +50,30 @@ __device__ __forceinline__ Patch patch_of_thread(const Tile& tile, int round) {
 }
 
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void load_patch(Vector<T, COLUMNS> (&rows)[ROWS], const T* source, long long stride) {
+__device__ __forceinline__ void load_patch(Vector<T, COLUMNS> (&rows)[ROWS], const T* source,
+                                           long long stride) {
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) rows[row] = load_vector<COLUMNS>(source + row * stride);
+    for (int row = 0; row < ROWS; ++row)
+        rows[row] = load_vector<COLUMNS>(source + row * stride);
 }
 
 template <bool ACCUMULATE, int ROWS, int COLUMNS>
-__device__ __forceinline__ void store_transposed(T* target, long long stride, const Vector<T, COLUMNS> (&rows)[ROWS]) {
+__device__ __forceinline__ void store_transposed(T* target, long long stride,
+                                                 const Vector<T, COLUMNS> (&rows)[ROWS]) {
 #pragma unroll
     for (int column = 0; column < COLUMNS; ++column) {
         Vector<T, ROWS> vector;
 #pragma unroll
-        for (int row = 0; row < ROWS; ++row) vector.at[row] = rows[row].at[column];
+        for (int row = 0; row < ROWS; ++row)
+            vector.at[row] = rows[row].at[column];
         store_vector<ACCUMULATE>(target + column * stride, vector);
     }
 }
 
 // One tile of a (KEY_DIM, tokens) matrix to a (tokens, KEY_DIM) matrix.
 template <bool ACCUMULATE>
-__device__ __forceinline__ void channels_to_tokens(const T* source, T* target, long long tokens, const Tile& tile) {
+__device__ __forceinline__ void channels_to_tokens(const T* source, T* target, long long tokens,
+                                                   const Tile& tile) {
     Vector<T, TOKEN_VECTOR> rows[UNROLL][CHANNEL_VECTOR];
 #pragma unroll
     for (int round = 0; round < UNROLL; ++round) {
@@ -82,7 +90,8 @@ __device__ __forceinline__ void channels_to_tokens(const T* source, T* target, l
 
 // One tile of a (tokens, KEY_DIM) matrix to a (KEY_DIM, tokens) matrix.
 template <bool ACCUMULATE>
-__device__ __forceinline__ void tokens_to_channels(const T* source, T* target, long long tokens, const Tile& tile) {
+__device__ __forceinline__ void tokens_to_channels(const T* source, T* target, long long tokens,
+                                                   const Tile& tile) {
     Vector<T, CHANNEL_VECTOR> rows[UNROLL][TOKEN_VECTOR];
 #pragma unroll
     for (int round = 0; round < UNROLL; ++round) {

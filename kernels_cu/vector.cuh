@@ -3,26 +3,33 @@
 #pragma once
 #include "common.cuh"
 
-template <class T, int COUNT> struct alignas(sizeof(T) * COUNT) Vector {
+template <class T, int COUNT>
+struct alignas(sizeof(T) * COUNT) Vector {
     T at[COUNT];
 };
 
 // The plain type of so many bytes: the compiler splits accesses to a Vector itself.
-template <int BYTES> struct WordOf;
-template <> struct WordOf<2> {
+template <int BYTES>
+struct WordOf;
+template <>
+struct WordOf<2> {
     using Type = unsigned short;
 };
-template <> struct WordOf<4> {
+template <>
+struct WordOf<4> {
     using Type = unsigned;
 };
-template <> struct WordOf<8> {
+template <>
+struct WordOf<8> {
     using Type = uint2;
 };
-template <> struct WordOf<16> {
+template <>
+struct WordOf<16> {
     using Type = uint4;
 };
 
-template <int COUNT, class T> __device__ __forceinline__ Vector<T, COUNT> load_vector(const T* address) {
+template <int COUNT, class T>
+__device__ __forceinline__ Vector<T, COUNT> load_vector(const T* address) {
     const auto word = *reinterpret_cast<const typename WordOf<sizeof(T) * COUNT>::Type*>(address);
     Vector<T, COUNT> vector;
     memcpy(&vector, &word, sizeof(word));
@@ -34,7 +41,8 @@ template <int COUNT, class T> __device__ __forceinline__ Vector<T, COUNT> load_v
 __device__ __forceinline__ void atomic_add_pair(__half* address, __half first, __half second) {
     atomicAdd(reinterpret_cast<__half2*>(address), __halves2half2(first, second));
 }
-__device__ __forceinline__ void atomic_add_pair(__nv_bfloat16* address, __nv_bfloat16 first, __nv_bfloat16 second) {
+__device__ __forceinline__ void atomic_add_pair(__nv_bfloat16* address, __nv_bfloat16 first,
+                                                __nv_bfloat16 second) {
     atomicAdd(reinterpret_cast<__nv_bfloat162*>(address), __halves2bfloat162(first, second));
 }
 
@@ -46,9 +54,11 @@ __device__ __forceinline__ void store_vector(T* address, const Vector<T, COUNT>&
         __stcg(reinterpret_cast<decltype(word)*>(address), word);  // a plain store may be split again
     } else if constexpr (sizeof(T) == 2 && COUNT % 2 == 0) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i += 2) atomic_add_pair(address + i, vector.at[i], vector.at[i + 1]);
+        for (int i = 0; i < COUNT; i += 2)
+            atomic_add_pair(address + i, vector.at[i], vector.at[i + 1]);
     } else {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) atomic_add(address + i, vector.at[i]);
+        for (int i = 0; i < COUNT; ++i)
+            atomic_add(address + i, vector.at[i]);
     }
 }

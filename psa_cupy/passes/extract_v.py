@@ -50,6 +50,7 @@ def extract_v(qkv, num_heads):
     >>> qkv = np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1)   # two heads of key_dim 1, one token
     >>> psa_cupy.extract_v(qkv, num_heads=2).ravel()
     array([2., 3., 6., 7.], dtype=float32)
+
     """
     name = "extract_v"
     where = place(name, qkv=qkv)
@@ -104,6 +105,7 @@ def extract_v_backward(d_v, num_heads, *, d_qkv=None):
     >>> d_v = np.array([1, 2], np.float32).reshape(1, 2, 1, 1)   # one head of key_dim 1, one token
     >>> psa_cupy.extract_v_backward(d_v, num_heads=1).ravel()
     array([0., 0., 1., 2.], dtype=float32)
+
     """
     name = "extract_v_backward"
     where = place(name, d_v=d_v, d_qkv=d_qkv)

@@ -6,6 +6,7 @@ kernels_cu/transpose.cuh and extract_v.cu describe the kernels that these number
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
@@ -24,14 +25,12 @@ THREADS = 256
 """The most threads of a block."""
 
 
-def vector_of(problem: PSAProblem, *lengths: int, widest: int = ACCESS_BYTES) -> int:
-    """How many elements one access may take: a power of two that divides every length, in elements."""
+def vector_of(problem: PSAProblem, length: int, adds: bool) -> int:
+    """How many elements one access along runs of `length` elements takes: a power of two that divides it."""
     if not problem.aligned:
         return 1
-    vector = max(1, widest // problem.dtype.itemsize)
-    while any(length % vector for length in lengths):
-        vector //= 2
-    return vector
+    widest = ATOMIC_BYTES if adds else ACCESS_BYTES
+    return math.gcd(length, max(1, widest // problem.dtype.itemsize))
 
 
 def transpose_launch(
@@ -60,11 +59,11 @@ def transpose_launch(
         The file's ACCUMULATE constants.
     adds_along : {"tokens", "channels"}, optional
         The contiguous direction of a target that is added to.
+
     """
     geometry = problem.geometry
-    widest = {direction: ATOMIC_BYTES if direction == adds_along else ACCESS_BYTES for direction in ("tokens", "channels")}
-    token_vector = vector_of(problem, geometry.tokens, widest=widest["tokens"])
-    channel_vector = vector_of(problem, geometry.key_dim, widest=widest["channels"])
+    token_vector = vector_of(problem, geometry.tokens, adds=adds_along == "tokens")
+    channel_vector = vector_of(problem, geometry.key_dim, adds=adds_along == "channels")
     group_lanes = lanes_along_channels(geometry.key_dim // channel_vector, channel_vector, token_vector)
     unroll = max(1, BYTES_IN_FLIGHT // (token_vector * channel_vector * problem.dtype.itemsize))
     slices = geometry.key_dim // (channel_vector * group_lanes)
@@ -92,7 +91,7 @@ def copy_launch(
     problem: PSAProblem, file: str, entry: str, *, run: int, arguments: tuple[Operand, ...], accumulate: bool
 ) -> Launch:
     """A launch that moves one run of `run` contiguous elements for every bh, as extract_v.cu cuts them."""
-    vector = vector_of(problem, run, widest=ATOMIC_BYTES if accumulate else ACCESS_BYTES)
+    vector = vector_of(problem, run, adds=accumulate)
     unroll = BYTES_IN_FLIGHT // (vector * problem.dtype.itemsize)
     vectors = run // vector
     vectors_per_part = ceil_divide(vectors, ceil_divide(vectors, THREADS * unroll))
@@ -107,7 +106,7 @@ def copy_launch(
 
 @functools.cache
 def lanes_along_channels(groups: int, channel_vector: int, token_vector: int) -> int:
-    """How many consecutive threads take neighbouring groups of channels, the next ones taking the next tokens.
+    """How many consecutive threads take neighbouring groups of channels; the next ones take the next tokens.
 
     A divisor of `groups`. The shorter of the two runs that a warp then touches, along the channels in one
     layout and along the tokens in the other, is as long as can be; among equals, more channels.
@@ -126,7 +125,7 @@ def threads_for(items: int, unroll: int) -> int:
 
 
 def ceil_divide(a: int, b: int) -> int:
-    """a / b rounded up."""
+    """The quotient, rounded up."""
     return -(-a // b)
 
 
@@ -141,6 +140,7 @@ def geometry_of_heads(
         If num_heads, height or width is no integer.
     ValueError
         If the sizes do not fit together or exceed the limits.
+
     """
     bh, tokens, key_dim = require_ndim(function, name, array, layout)[-3:]
     num_heads = require_integer(function, "num_heads", num_heads, 1)

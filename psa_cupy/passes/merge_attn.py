@@ -69,6 +69,7 @@ def merge_attn(o_lo, o_hi, num_heads, height, width):
     array([[[ 1.,  2.]],
     <BLANKLINE>
            [[10., 20.]]], dtype=float32)
+
     """
     name = "merge_attn"
     where = place(name, o_lo=o_lo, o_hi=o_hi)
@@ -133,6 +134,7 @@ def merge_attn_backward(d_out, num_heads, *, d_o_lo=None, d_o_hi=None) -> MergeA
     >>> d_o_hi
     array([[[2.],
             [3.]]], dtype=float32)
+
     """
     name = "merge_attn_backward"
     targets = {"d_o_lo": d_o_lo, "d_o_hi": d_o_hi}
@@ -147,7 +149,9 @@ def merge_attn_backward(d_out, num_heads, *, d_o_lo=None, d_o_hi=None) -> MergeA
         return MergeAttnBackward(*reference.merge_attn_backward(d_out, num_heads, **targets))
 
     accumulate = tuple(target is not None for target in targets.values())
-    results = MergeAttnBackward(*(where.empty(half_shape, dtype) if t is None else t for t in targets.values()))
+    results = MergeAttnBackward(
+        *(where.empty(half_shape, dtype) if t is None else t for t in targets.values())
+    )
     if geometry.is_empty:
         return results
     d_out = where.contiguous(d_out)

@@ -55,6 +55,7 @@ def pack_qkv(qkv, num_heads):
     >>> q
     array([[[0., 2.],
             [1., 3.]]], dtype=float32)
+
     """
     name = "pack_qkv"
     where = place(name, qkv=qkv)
@@ -112,6 +113,7 @@ def pack_qkv_backward(d_packed, num_heads, height, width, *, d_qkv=None):
     >>> packed = psa_cupy.pack_qkv(qkv, num_heads=1)
     >>> bool((psa_cupy.pack_qkv_backward(packed, 1, height=1, width=2) == qkv).all())
     True
+
     """
     name = "pack_qkv_backward"
     where = place(name, d_packed=d_packed, d_qkv=d_qkv)
@@ -135,9 +137,7 @@ def pack_qkv_backward(d_packed, num_heads, height, width, *, d_qkv=None):
     if geometry.is_empty:
         return d_qkv
     d_packed = where.contiguous(d_packed)
-    problem = PSAProblem(
-        geometry, dtype, aligned=where.aligned(d_packed, d_qkv), accumulate=accumulate
-    )
+    problem = PSAProblem(geometry, dtype, aligned=where.aligned(d_packed, d_qkv), accumulate=accumulate)
     where.run(PACK_QKV.plan("backward", problem, where.device), {"d_packed": d_packed, "d_qkv": d_qkv})
     return d_qkv
 
