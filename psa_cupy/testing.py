@@ -1,0 +1,409 @@
+"""How accurate a result must be, measured against float64; and a check of any gradient.
+
+Bounds. Let x* be the float64 result of the same inputs, u_T the unit roundoff of the arrays' dtype and u_acc
+that of the accumulators: 2^-24, or 2^-53 for float64. The *yardstick* is FlashAttention's formula in float64
+with only P, dS, O and the results rounded to the dtype. A result x passes if, for every head, in Frobenius
+norms::
+
+    |x - x*|  <=  1.5 |yardstick - x*|  +  u_T |x*| / 4  +  u_acc (8 + 4 max|score|) |X|
+
+where X is the same expression in absolute values: P|V| for o; (P o (|dO||V|^T + rowsum(|dO||O|))) |scale|
+times |K| or |Q| for dQ and dK; P^T |dO| for dV. lse passes if, element by element, in every dtype::
+
+    |lse - lse*|  <=  u_acc (24 + 4 max|score| + 2 max|lse*|)
+
+with the maxima over the head. Norms are taken head by head, so that a wrong head cannot hide among right
+ones. The functions answer with error / bound, the largest of all heads: at most 1 passes, and a NaN or
+infinity that float64 does not have counts as infinite. A head whose float64 result is not finite is not
+compared.
+
+All functions take NumPy or CuPy arrays, and compute where the arrays are, a few rows of scores at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from psa_cupy.arguments import cupy_if_imported, is_cupy
+from psa_cupy.views import split_qkv, tiles, tokens_first
+
+__all__ = [
+    "ABSOLUTE_BOUNDS",
+    "absolute_ratio",
+    "attention_backward_ratios",
+    "attention_forward_ratios",
+    "psa_backward_ratios",
+    "psa_forward_ratios",
+    "unit_roundoff",
+]
+
+ABSOLUTE_BOUNDS = {
+    ("forward", "float32"): 2e-6,
+    ("backward", "float32"): 1e-5,
+    ("forward", "float64"): 1e-13,
+    ("backward", "float64"): 1e-13,
+}
+"""The largest error of any element at inputs of unit variance and the default scale."""
+
+_UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+_TILE_SCORES = {"numpy": 1 << 18, "cupy": 1 << 23}
+"""Scores computed at a time: 2 MiB of float64 for a processor's caches, 64 MiB to fill a GPU."""
+
+
+def unit_roundoff(dtype) -> float:
+    """The largest relative error of rounding to a dtype: half the distance from 1 to the next number.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from psa_cupy import testing
+    >>> testing.unit_roundoff(np.float32) == 2**-24
+    True
+
+    """
+    return _UNIT_ROUNDOFF[np.dtype(dtype).name]
+
+
+@np.errstate(all="ignore")
+def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]:
+    """Errors of `flash_attention_forward` over their bounds.
+
+    Parameters
+    ----------
+    q, k, v : array, (BH, Nq, D), (BH, Nk, D), (BH, Nk, Dv)
+        The inputs.
+    o, lse : array, (BH, Nq, Dv), (BH, Nq)
+        The results to judge.
+    scale : float, optional
+        Softmax scale; `D ** -0.5` by default.
+
+    Returns
+    -------
+    dict
+        "o" and "lse": measured error / bound, at most 1 if the result is good.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import psa_cupy
+    >>> from psa_cupy import testing
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 32), dtype=np.float32)
+    >>> o, lse = psa_cupy.flash_attention_forward(q, k, v)
+    >>> max(testing.attention_forward_ratios(q, k, v, o, lse).values()) <= 1
+    True
+    >>> o[1, 99] += 0.1
+    >>> testing.attention_forward_ratios(q, k, v, o, lse)["o"] > 1
+    True
+
+    """
+    xp = _namespace(o)
+    if k.shape[1] == 0:  # a sum over no keys
+        return {"o": _exactly(o, 0), "lse": _exactly(lse, -xp.inf)}
+    most_score, most_lse, lse_error = xp.zeros((3, q.shape[0]))
+    norms = _Norms(o)
+    for heads, row_slices in _tiles(q, k):
+        keys, values = _float64(k[heads]), _float64(v[heads])
+        for rows in row_slices:
+            tile = _Tile(_float64(q[heads, rows]), keys, values, _scale(scale, q), o.dtype)
+            norms.add(heads, o[heads, rows], tile.o, tile.o_yardstick, tile.o_magnitude)
+            _keep_most(most_score, heads, abs(tile.scores))
+            _keep_most(most_lse, heads, abs(tile.lse))
+            _keep_most(lse_error, heads, abs(_float64(lse[heads, rows]) - tile.lse))
+    lse_bound = _accumulator_roundoff(o.dtype) * (24 + 4 * most_score + 2 * most_lse)
+    return {
+        "o": norms.largest_ratio(most_score),
+        "lse": _largest_ratio(lse_error, lse_bound, comparable=xp.isfinite(most_score)),
+    }
+
+
+def attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, *, scale=None) -> dict[str, float]:
+    """Errors of `flash_attention_backward` over their bounds.
+
+    Parameters
+    ----------
+    d_o, q, k, v : array, (BH, Nq, Dv), (BH, Nq, D), (BH, Nk, D), (BH, Nk, Dv)
+        The inputs; o and lse are computed here, exactly.
+    d_q, d_k, d_v : array, shapes of q, k, v
+        The results to judge, as stored in new arrays: what a target held before is not known here.
+    scale : float, optional
+        Softmax scale; `D ** -0.5` by default.
+
+    Returns
+    -------
+    dict
+        "d_q", "d_k" and "d_v": measured error / bound, at most 1 if the result is good.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import psa_cupy
+    >>> from psa_cupy import testing
+    >>> q, k, v, d_o = np.random.default_rng(0).standard_normal((4, 2, 100, 32), dtype=np.float32)
+    >>> o, lse = psa_cupy.flash_attention_forward(q, k, v)
+    >>> gradients = psa_cupy.flash_attention_backward(d_o, q, k, v, o, lse)
+    >>> max(testing.attention_backward_ratios(d_o, q, k, v, *gradients).values()) <= 1
+    True
+
+    """
+    return _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch=None)
+
+
+def psa_forward_ratios(qkv, out, lse, num_heads, *, key_dim=None, scale=None) -> dict[str, float]:
+    """Errors of `psa_forward` over their bounds.
+
+    Parameters
+    ----------
+    qkv : array, (B, num_heads*(2*key_dim + value_dim), H, W)
+        The input.
+    out, lse : array, (B, num_heads*value_dim, H, W), (B, num_heads, N)
+        The results to judge.
+    num_heads, key_dim, scale
+        As in psa_forward.
+
+    Returns
+    -------
+    dict
+        "o" and "lse": measured error / bound, at most 1 if the result is good.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import psa_cupy
+    >>> from psa_cupy import testing
+    >>> qkv = np.random.default_rng(0).standard_normal((1, 2 * 128, 10, 10), dtype=np.float32)
+    >>> out, lse = psa_cupy.psa_forward(qkv, num_heads=2)
+    >>> max(testing.psa_forward_ratios(qkv, out, lse, num_heads=2).values()) <= 1
+    True
+
+    """
+    q, k, v = split_qkv(qkv, num_heads, key_dim)
+    return attention_forward_ratios(
+        *(q, k, v, tokens_first(out, num_heads), lse.reshape(q.shape[:2])), scale=scale
+    )
+
+
+def psa_backward_ratios(
+    d_out, qkv, d_qkv, num_heads, *, key_dim=None, scale=None, d_v_branch=None
+) -> dict[str, float]:
+    """Errors of `psa_backward` over their bounds.
+
+    Parameters
+    ----------
+    d_out : array, (B, num_heads*value_dim, H, W)
+        The gradient that came in.
+    qkv : array, (B, num_heads*(2*key_dim + value_dim), H, W)
+        The forward's input; out and lse are computed here, exactly.
+    d_qkv : array, shape of qkv
+        The result to judge, as stored in a new array.
+    num_heads, key_dim, scale, d_v_branch
+        As in psa_backward.
+
+    Returns
+    -------
+    dict
+        "d_q", "d_k" and "d_v": measured error / bound, at most 1 if the result is good.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import psa_cupy
+    >>> from psa_cupy import testing
+    >>> qkv = np.random.default_rng(0).standard_normal((1, 2 * 128, 10, 10), dtype=np.float32)
+    >>> out, lse = psa_cupy.psa_forward(qkv, num_heads=2)
+    >>> d_qkv = psa_cupy.psa_backward(out, qkv, out, lse, num_heads=2)
+    >>> sorted(testing.psa_backward_ratios(out, qkv, d_qkv, num_heads=2))
+    ['d_k', 'd_q', 'd_v']
+
+    """
+    q, k, v = split_qkv(qkv, num_heads, key_dim)
+    return _backward_ratios(
+        tokens_first(d_out, num_heads),
+        *(q, k, v),
+        *split_qkv(d_qkv, num_heads, q.shape[2]),
+        scale,
+        branch=None if d_v_branch is None else tokens_first(d_v_branch, num_heads),
+    )
+
+
+def absolute_ratio(result, exact, direction: str) -> float:
+    """The largest error of any element over `ABSOLUTE_BOUNDS`, for inputs of unit variance, scale=None.
+
+    Parameters
+    ----------
+    result : array
+        float32 or float64; the dtype chooses the bound.
+    exact : array, shape of result
+        The float64 result of the same inputs.
+    direction : {"forward", "backward"}
+        Which bound.
+
+    Returns
+    -------
+    float
+        At most 1 if the result is good; infinity for a NaN that exact does not have.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import psa_cupy
+    >>> from psa_cupy import testing
+    >>> qkv = np.random.default_rng(0).standard_normal((1, 2 * 128, 10, 10), dtype=np.float32)
+    >>> exact = psa_cupy.psa_forward(qkv.astype(np.float64), num_heads=2).out
+    >>> testing.absolute_ratio(psa_cupy.psa_forward(qkv, num_heads=2).out, exact, "forward") <= 1
+    True
+
+    """
+    bound = ABSOLUTE_BOUNDS[direction, result.dtype.name]
+    xp = _namespace(result)
+    with np.errstate(all="ignore"):
+        error = abs(_float64(result) - _float64(exact))
+        return _largest_ratio(error, xp.full(error.shape, bound), comparable=xp.isfinite(exact))
+
+
+# ---- exact results and yardstick, tile by tile
+
+
+class _Tile:
+    """Some rows of attention, exact and as the yardstick has them."""
+
+    def __init__(self, queries, keys, values, scale: float, dtype):
+        xp = _namespace(queries)
+        self.scores = queries @ keys.transpose(0, 2, 1)
+        self.scores *= scale
+        row_max = self.scores.max(axis=2, keepdims=True)
+        weights = xp.exp(self.scores - row_max)
+        row_sum = weights.sum(axis=2, keepdims=True)
+        self.lse = (row_max + xp.log(row_sum))[..., 0]
+        self.o = weights @ values / row_sum
+        self.o_yardstick = _rounded(_rounded(weights, dtype) @ values / row_sum, dtype)
+        self.o_magnitude = weights @ abs(values) / row_sum
+        self.p = weights / row_sum
+
+
+@np.errstate(all="ignore")
+def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch) -> dict[str, float]:
+    if k.shape[1] == 0:
+        return {"d_q": _exactly(d_q, 0), "d_k": 0.0, "d_v": 0.0}
+    xp, dtype, scale = _namespace(q), q.dtype, _scale(scale, q)
+    most_score = xp.zeros(q.shape[0])
+    d_q_norms, d_k_norms, d_v_norms = _Norms(d_q), _Norms(d_k), _Norms(d_v)
+    for heads, row_slices in _tiles(q, k):
+        keys, values = _float64(k[heads]), _float64(v[heads])
+        # Each (exact, yardstick, magnitude), added up over the queries.
+        d_keys, d_values = xp.zeros((3, *keys.shape)), xp.zeros((3, *values.shape))
+        if branch is not None:
+            d_values += _float64(branch[heads])
+            xp.abs(d_values[2], out=d_values[2])
+        for rows in row_slices:
+            queries, d_rows = _float64(q[heads, rows]), _float64(d_o[heads, rows])
+            tile = _Tile(queries, keys, values, scale, dtype)
+            _keep_most(most_score, heads, abs(tile.scores))
+            exact, yardstick, magnitude = _score_gradients(tile, d_rows, values, dtype)
+            d_queries = (
+                scale * (exact @ keys),
+                _rounded(scale * (yardstick @ keys), dtype),
+                abs(scale) * (magnitude @ abs(keys)),
+            )
+            d_q_norms.add(heads, d_q[heads, rows], *d_queries)
+            d_keys[0] += scale * (exact.transpose(0, 2, 1) @ queries)
+            d_keys[1] += scale * (yardstick.transpose(0, 2, 1) @ queries)
+            d_keys[2] += abs(scale) * (magnitude.transpose(0, 2, 1) @ abs(queries))
+            d_values[0] += tile.p.transpose(0, 2, 1) @ d_rows
+            d_values[1] += _rounded(tile.p, dtype).transpose(0, 2, 1) @ d_rows
+            d_values[2] += tile.p.transpose(0, 2, 1) @ abs(d_rows)
+        d_k_norms.add(heads, d_k[heads], d_keys[0], _rounded(d_keys[1], dtype), d_keys[2])
+        d_v_norms.add(heads, d_v[heads], d_values[0], _rounded(d_values[1], dtype), d_values[2])
+    norms = {"d_q": d_q_norms, "d_k": d_k_norms, "d_v": d_v_norms}
+    return {name: n.largest_ratio(most_score) for name, n in norms.items()}
+
+
+def _score_gradients(tile: _Tile, d_rows, values, dtype):
+    """The gradient of a tile's scaled scores: exact, the yardstick's, and in absolute values."""
+    d_p = d_rows @ values.transpose(0, 2, 1)
+    exact = tile.p * (d_p - (d_rows * tile.o).sum(axis=2, keepdims=True))
+    yardstick = tile.p * (d_p - (d_rows * tile.o_yardstick).sum(axis=2, keepdims=True))
+    magnitude = abs(d_rows) @ abs(values).transpose(0, 2, 1)
+    magnitude += abs(d_rows * tile.o).sum(axis=2, keepdims=True)
+    magnitude *= tile.p
+    return exact, _rounded(yardstick, dtype), magnitude
+
+
+class _Norms:
+    """Frobenius norms per head: of a result's error, the yardstick's, x* and X, added up tile by tile."""
+
+    def __init__(self, result):
+        self._xp, self._dtype = _namespace(result), result.dtype
+        self._squares = self._xp.zeros((4, result.shape[0]))
+        self._finite = self._xp.ones(result.shape[0], bool)
+
+    def add(self, heads, result, exact, yardstick, magnitude) -> None:
+        """Add a tile of some heads."""
+        parts = (_float64(result) - exact, yardstick - exact, exact, magnitude)
+        for squares, part in zip(self._squares, parts, strict=True):
+            squares[heads] += (part * part).sum(axis=(1, 2))
+        self._finite[heads] &= self._xp.isfinite(exact).all(axis=(1, 2))
+
+    def largest_ratio(self, most_score) -> float:
+        """The largest error / bound of all heads whose scores and x* are finite."""
+        error, yardstick, exact, magnitude = self._xp.sqrt(self._squares)
+        bound = (
+            1.5 * yardstick
+            + unit_roundoff(self._dtype) * exact / 4
+            + _accumulator_roundoff(self._dtype) * (8 + 4 * most_score) * magnitude
+        )
+        return _largest_ratio(error, bound, comparable=self._finite & self._xp.isfinite(most_score))
+
+
+# ---- small helpers
+
+
+def _largest_ratio(error, bound, comparable) -> float:
+    """The largest error / bound among the comparable; infinity for NaN, 0 / 0 is 0."""
+    if error.size == 0:
+        return 0.0
+    xp = _namespace(error)
+    ratio = xp.where(error == 0, 0, error / bound)
+    ratio = xp.where(xp.isnan(ratio) | ~xp.isfinite(bound), xp.inf, ratio)
+    return float(xp.where(comparable, ratio, 0).max())
+
+
+def _exactly(array, value) -> float:
+    """0 if every element equals the value, else infinity."""
+    return 0.0 if bool((array == value).all()) else float("inf")
+
+
+def _keep_most(most, heads, values) -> None:
+    """most[heads] = the maximum of that and of each head's values; NaN stays."""
+    largest = values.max(axis=tuple(range(1, values.ndim)))
+    most[heads] = _namespace(most).maximum(most[heads], largest)
+
+
+def _tiles(q, k):
+    most_scores = _TILE_SCORES["cupy" if is_cupy(q) else "numpy"]
+    return tiles(q.shape[0], q.shape[1], k.shape[1], most_scores)
+
+
+def _rounded(x, dtype):
+    """Float64 numbers rounded to a dtype's; what would overflow stays as it is."""
+    if dtype == np.float64:
+        return x
+    rounded = _float64(x.astype(dtype))
+    xp = _namespace(x)
+    return xp.where(xp.isfinite(rounded), rounded, x)
+
+
+def _accumulator_roundoff(dtype) -> float:
+    return 2.0**-53 if dtype == np.float64 else 2.0**-24
+
+
+def _scale(scale, q) -> float:
+    return q.shape[2] ** -0.5 if scale is None else float(scale)
+
+
+def _float64(array):
+    return array.astype(np.float64)
+
+
+def _namespace(array):
+    return cupy_if_imported() if is_cupy(array) else np
