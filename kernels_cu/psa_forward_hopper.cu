@@ -3,27 +3,32 @@
 //   out[bh, c, n] = sum_k P[n, k] v[bh, c, k],  P = softmax over k of scale * q[bh, :, n] . k[bh, :, k]
 //   lse[bh, n]    = natural log of the sum over k of exp(scale * q . k)
 //
-// Layout   q, k, v: tensor maps (tokens, channels, bh) over qkv (BH, 2 KEY_DIM + VALUE_DIM, N), one map each, so
+// Layout   q, k, v: tensor maps (tokens, channels, bh) over qkv (BH, 2 KEY_DIM + VALUE_DIM, N), one map each,
+// so
 //          that channels padded to what wgmma wants and tokens past N arrive as zeros. N % 8 == 0.
 //          out (BH, VALUE_DIM, N), lse (BH, N).
-// Items    One item = one bh and 64 * WARPGROUPS queries; item = bh * tiles + tile. Block b takes the items b,
-//          b + gridDim.x, ... : with as many blocks as items each takes one; with fewer, blocks stay and their
-//          copies run ahead into the next item.
-// Block    128 * WARPGROUPS threads. A warpgroup owns 64 queries, a warp 16, a thread two (lane / 4 and 8 more).
-// Shared   A ring of STAGES boxes, each 64 keys of K (KEY_ROWS x 64) and V (VALUE_ROWS x 64); one tile of Q for
+// Items    One item = one bh and 64 * WARPGROUPS queries; item = bh * tiles + tile. Block b takes the items
+// b,
+//          b + gridDim.x, ... : with as many blocks as items each takes one; with fewer, blocks stay and
+//          their copies run ahead into the next item.
+// Block    128 * WARPGROUPS threads. A warpgroup owns 64 queries, a warp 16, a thread two (lane / 4 and 8
+// more). Shared   A ring of STAGES boxes, each 64 keys of K (KEY_ROWS x 64) and V (VALUE_ROWS x 64); one tile
+// of Q for
 //          each warpgroup (KEY_ROWS x 64); mbarriers. All tiles with the 128-byte swizzle.
-// Copies   Thread 0 asks for every box; full[slot] counts its bytes. empty[slot] gets one arrival of each warp
+// Copies   Thread 0 asks for every box; full[slot] counts its bytes. empty[slot] gets one arrival of each
+// warp
 //          when it has done with the box; REFILL_LAG boxes later thread 0 refills the slot.
 // Compute  S (64 x 32 keys) = Q^T K with Q in registers and K as it is, transposed by the descriptor; P goes
-//          from the accumulators of S to the registers of operand A; O (64 x VALUE_ROWS) += P V^T. Two buffers of
-//          S: while one is turned into P, the tensor cores make the other one and add the previous P V^T.
-// Softmax  In base 2, against a running reference of each query that is raised as soon as a weight could exceed
+//          from the accumulators of S to the registers of operand A; O (64 x VALUE_ROWS) += P V^T. Two
+//          buffers of S: while one is turned into P, the tensor cores make the other one and add the previous
+//          P V^T.
+// Softmax  In base 2, against a running reference of each query that is raised as soon as a weight could
+// exceed
 //          2^8: what was summed is then scaled down, as in the exact online softmax (Milakov and Gimelshein
 //          2018). The reference is never above the running maximum, so no score is lost, however large.
 // Writes   Every element of out and lse is stored by one thread of one block: repeatable.
 #include "tensor_core.cuh"
 #include "tensor_core_hopper.cuh"
-#include "online_softmax.cuh"
 
 constexpr int KEY_STEPS = (KEY_DIM + 15) / 16;
 constexpr int KEY_ROWS = 16 * KEY_STEPS;
@@ -46,6 +51,10 @@ constexpr int Q_EMPTY_AT = Q_FULL_AT + 8;
 constexpr float RAISE_ABOVE = 256.0f;
 // The reference before the first key: below any score that the contract allows, and finite.
 constexpr float LOWEST = -3.0e38f;
+
+// ln 2 in two words: the reference may be so large that lse is allowed an error of few units in its last
+// place.
+constexpr float LN2_HIGH = 0.693147182464599609375f, LN2_LOW = -1.9046542121259336e-9f;
 
 // What a thread knows of its two queries; `sum` over the thread's own keys only.
 struct Softmax {
@@ -72,13 +81,13 @@ struct Copies {
     const TensorMap* v;
     unsigned shared;
     int boxes, tiles, items;
-    int item, box = 0;
+    int item, bh;
+    int box = 0;
     Place place;
 
     __device__ __forceinline__ void load_next() {
         const unsigned barrier = shared + FULL_AT + 8 * place.slot;
         const unsigned destination = shared + place.slot * BOX_BYTES;
-        const int bh = item / tiles;
         mbarrier_expect(barrier, BOX_BYTES);
         tensor_load(destination, k, box * BOX_TOKENS, 0, bh, barrier);
         tensor_load(destination + K_BYTES, v, box * BOX_TOKENS, 0, bh, barrier);
@@ -86,11 +95,13 @@ struct Copies {
         if (++box == boxes) {
             box = 0;
             item += gridDim.x;
+            if (PERSISTENT) bh = item / tiles;
         }
     }
 
     __device__ __forceinline__ void fill_ring() {
-        for (int slot = 0; slot < STAGES && item < items; ++slot) load_next();
+        for (int slot = 0; slot < STAGES && item < items; ++slot)
+            load_next();
     }
 
     // Refills the next slot once every warp has left it.
@@ -118,7 +129,8 @@ __device__ __forceinline__ void read_q(unsigned (&q)[KEY_STEPS][4], const unsign
 #pragma unroll
     for (int step = 0; step < KEY_STEPS; ++step) {
         ldmatrix_x4_trans(q[step], address + step * 16 * ROW_BYTES);
-        for (int i = 0; i < 4; ++i) q[step][i] ^= negate ? 0x80008000u : 0u;
+        for (int i = 0; i < 4; ++i)
+            q[step][i] ^= negate ? 0x80008000u : 0u;
     }
 }
 
@@ -139,7 +151,8 @@ __device__ __forceinline__ void weigh(const float (&s)[16], unsigned (&p)[2][4],
         sums[0] += (weight[0] + weight[1]) + (weight[4] + weight[5]);
         sums[1] += (weight[2] + weight[3]) + (weight[6] + weight[7]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p[half][i] = pack2(weight[2 * i], weight[2 * i + 1], T());
+        for (int i = 0; i < 4; ++i)
+            p[half][i] = pack2(weight[2 * i], weight[2 * i + 1], T());
     }
 }
 
@@ -161,7 +174,8 @@ __device__ __forceinline__ void step_maximum(float (&maximum)[2], const float (&
 }
 
 // Raises the references to `maximum` and scales down what was summed.
-__device__ __forceinline__ void raise(Softmax& softmax, float (&o)[VALUE_ROWS / 2], const float (&maximum)[2]) {
+__device__ __forceinline__ void raise(Softmax& softmax, float (&o)[VALUE_ROWS / 2],
+                                      const float (&maximum)[2]) {
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -171,7 +185,8 @@ __device__ __forceinline__ void raise(Softmax& softmax, float (&o)[VALUE_ROWS / 
         softmax.sum[h] *= factor[h];
     }
 #pragma unroll
-    for (int i = 0; i < VALUE_ROWS / 2; ++i) o[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < VALUE_ROWS / 2; ++i)
+        o[i] *= factor[i / 2 % 2];
 }
 
 // One step's P, after which every wgmma of the warpgroup has finished. What is in flight meanwhile writes the
@@ -218,7 +233,8 @@ __device__ __forceinline__ void scores(float (&s)[16], const unsigned (&q)[KEY_S
 __device__ __forceinline__ void values(float (&o)[VALUE_ROWS / 2], const unsigned (&p)[2][4],
                                        unsigned long long v) {
 #pragma unroll
-    for (int step = 0; step < 2; ++step) wgmma<0>(o, p[step], v + step * 2, true, T());
+    for (int step = 0; step < 2; ++step)
+        wgmma<0>(o, p[step], v + step * 2, true, T());
 }
 
 // Both, taking turns: neither waits for its own previous product.
@@ -245,8 +261,8 @@ __device__ __forceinline__ void write_item(T* out, float* lse, const Softmax& so
         inverse[h] = 1.0f / sum[h];
         const int n = token + 8 * h + lane / 4;
         if (lane % 4 == 0 && n < tokens) {
-            lse[static_cast<long long>(bh) * tokens + n] =
-                OnlineSoftmax<float>{softmax.reference[h], sum[h]}.log_sum_exp();
+            const float rest = fmaf(softmax.reference[h], LN2_LOW, logf(sum[h]));
+            lse[static_cast<long long>(bh) * tokens + n] = fmaf(softmax.reference[h], LN2_HIGH, rest);
         }
     }
     const int n = token + lane % 4 * 2;
@@ -271,7 +287,8 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     const int lane = threadIdx.x % 32, band = threadIdx.x / 32 % 4;
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // told to be the same in the whole warp
+    const int group =
+        __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // told to be the same in the whole warp
     const int tiles = (tokens + ITEM_QUERIES - 1) / ITEM_QUERIES;
     const int boxes = (tokens + BOX_TOKENS - 1) / BOX_TOKENS;
     const bool copies_for_all = threadIdx.x == 0;
@@ -279,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
     scale_log2 = fabsf(scale_log2);
 
     int item = blockIdx.x;
-    Copies copies{&k_map, &v_map, shared, boxes, tiles, items, item};
+    Copies copies{&k_map, &v_map, shared, boxes, tiles, items, item, item / tiles};
     if (copies_for_all) {
         for (int slot = 0; slot < STAGES; ++slot) {
             mbarrier_init(shared + FULL_AT + 8 * slot, 1);
@@ -318,7 +335,8 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
         wgmma_commit();
     };
 
-    for (int i = 0; i < 16; ++i) s0[i] = s1[i] = 0;
+    for (int i = 0; i < 16; ++i)
+        s0[i] = s1[i] = 0;
     mbarrier_wait(shared + Q_FULL_AT, 0);
     mbarrier_wait(shared + FULL_AT, 0);
     first_scores();
@@ -334,7 +352,8 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
         const int bh = item / tiles;
         const int token = (item - bh * tiles) * ITEM_QUERIES + 64 * group + 16 * band;
         const bool has_queries = token < tokens;
-        for (int i = 0; i < VALUE_ROWS / 2; ++i) o[i] = 0;
+        for (int i = 0; i < VALUE_ROWS / 2; ++i)
+            o[i] = 0;
         for (int h = 0; h < 2; ++h) {
             softmax.reference[h] = LOWEST;
             softmax.sum[h] = 0;
@@ -385,8 +404,8 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
             mbarrier_wait(shared + Q_FULL_AT, q_parity);
             mbarrier_wait(shared + FULL_AT + 8 * place.slot, place.parity);
         }
-        // Without a next item the product is of what lies there, and nobody reads it: a wgmma under a condition
-        // would be waited for before the results are written.
+        // Without a next item the product is of what lies there, and nobody reads it: a wgmma under a
+        // condition would be waited for before the results are written.
         if (PERSISTENT) first_scores();
         write_item(out, lse, softmax, o, bh, token, tokens);
         if (!more) break;

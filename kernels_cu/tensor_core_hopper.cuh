@@ -73,7 +73,8 @@ __device__ __forceinline__ void tensor_load(unsigned destination, const TensorMa
 }
 
 // Copies `bytes` contiguous bytes to shared memory; all three are multiples of 16. One thread calls it.
-__device__ __forceinline__ void bulk_load(unsigned destination, const void* source, int bytes, unsigned barrier) {
+__device__ __forceinline__ void bulk_load(unsigned destination, const void* source, int bytes,
+                                          unsigned barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             destination),
@@ -108,10 +109,14 @@ __device__ __forceinline__ void atomic_add_pair(__nv_bfloat16* address, unsigned
 // low.
 
 // A barrier for the 128 threads of one warpgroup; ids 1 to 15, one for each warpgroup (0 is __syncthreads).
-__device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void warpgroup_sync(int id) {
+    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
 
 // Before the first wgmma and whenever registers of D or A were touched since the last one.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
