@@ -42,7 +42,7 @@ class Layout:
 
 FOUR_WARPGROUPS = Layout(warpgroups=2, blocks_per_multiprocessor=2, keys_in_registers=False)
 """At most 128 registers a thread."""
-THREE_WARPGROUPS = Layout(warpgroups=3, blocks_per_multiprocessor=1, keys_in_registers=True)
+THREE_WARPGROUPS = Layout(warpgroups=3, blocks_per_multiprocessor=1, keys_in_registers=False)
 """At most 168 registers a thread."""
 TWO_WARPGROUPS = Layout(warpgroups=2, blocks_per_multiprocessor=1, keys_in_registers=True)
 """At most 255 registers a thread."""
@@ -69,20 +69,19 @@ def choose_layout(geometry: PSAGeometry) -> Layout | None:
     """The layout with the most warpgroups whose registers suffice, or None.
 
     A key task holds two accumulators of 64 x 32 (S, dP: 16 registers each), one of 64 x key_dim and one of
-    64 x value_dim, K and V as operands (4 for each 16 channels) and P and dS (16); about 30 are needed
-    besides. (What the compiler really takes is checked by the tests: no spills.)
+    64 x value_dim, P and dS (16), and about 30 registers besides; with K and V in registers 4 for each 16 of
+    their channels. (What the compiler really takes is checked by the tests: no spills.)
     """
     columns = _round_up(geometry.key_dim, 8), _round_up(geometry.value_dim, 8)
     if max(columns) > _MAX_COLUMNS:
         return None
-    accumulators = 32 + sum(columns) // 2
-    held_operands = (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16)) // 4
-    registers = accumulators + held_operands + 16 + 30
-    if registers - held_operands <= 126:
+    registers = 32 + sum(columns) // 2 + 16 + 30
+    operands = (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16)) // 4
+    if registers <= 126:
         return FOUR_WARPGROUPS
-    if registers <= 168:
+    if registers <= 160:
         return THREE_WARPGROUPS
-    return TWO_WARPGROUPS if registers <= 240 else None
+    return TWO_WARPGROUPS if registers + operands <= 240 else None
 
 
 def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Plan:
