@@ -16,8 +16,7 @@ struct Part {
     long long bh, first, count;
 };
 
-__device__ __forceinline__ Part part_of_block(long long vectors, int vectors_per_part) {
-    const unsigned parts = static_cast<unsigned>((vectors + vectors_per_part - 1) / vectors_per_part);
+__device__ __forceinline__ Part part_of_block(long long vectors, unsigned parts, int vectors_per_part) {
     const long long first = static_cast<long long>(blockIdx.x % parts) * vectors_per_part;
     const long long left = vectors - first;
     return {blockIdx.x / parts, first, left < vectors_per_part ? left : vectors_per_part};
@@ -48,8 +47,8 @@ struct Moved {
 
 // vectors: of one run.
 extern "C" __global__ void extract_v(const T* __restrict__ qkv, T* __restrict__ v, long long vectors,
-                                     int vectors_per_part) {
-    const Part part = part_of_block(vectors, vectors_per_part);
+                                     unsigned parts, int vectors_per_part) {
+    const Part part = part_of_block(vectors, parts, vectors_per_part);
     const long long run = vectors * VECTOR;
     Moved moved;
     moved.load(qkv + (2 * part.bh + 1) * run, part);
@@ -57,8 +56,8 @@ extern "C" __global__ void extract_v(const T* __restrict__ qkv, T* __restrict__ 
 }
 
 extern "C" __global__ void extract_v_backward(const T* __restrict__ d_v, T* __restrict__ d_qkv,
-                                              long long vectors, int vectors_per_part) {
-    const Part part = part_of_block(vectors, vectors_per_part);
+                                              long long vectors, unsigned parts, int vectors_per_part) {
+    const Part part = part_of_block(vectors, parts, vectors_per_part);
     const long long run = vectors * VECTOR;
     T* const head = d_qkv + 2 * part.bh * run;
     Moved moved;

@@ -9,17 +9,18 @@
 constexpr int HALVES = 2;
 
 extern "C" __global__ void merge_attn(const T* __restrict__ o_lo, const T* __restrict__ o_hi,
-                                      T* __restrict__ out, long long tokens, int patches_per_part) {
-    const Tile tile = tile_of_block(tokens, patches_per_part);
+                                      T* __restrict__ out, long long tokens, unsigned parts,
+                                      int patches_per_part) {
+    const Tile tile = tile_of_block(tokens, parts, patches_per_part);
     const T* const half = tile.matrix % HALVES ? o_hi : o_lo;
     tokens_to_channels<false>(half + tile.matrix / HALVES * tokens * KEY_DIM,
                               out + tile.matrix * KEY_DIM * tokens, tokens, tile);
 }
 
 extern "C" __global__ void merge_attn_backward(const T* __restrict__ d_out, T* __restrict__ d_o_lo,
-                                               T* __restrict__ d_o_hi, long long tokens,
+                                               T* __restrict__ d_o_hi, long long tokens, unsigned parts,
                                                int patches_per_part) {
-    const Tile tile = tile_of_block(tokens, patches_per_part);
+    const Tile tile = tile_of_block(tokens, parts, patches_per_part);
     const T* const source = d_out + tile.matrix * KEY_DIM * tokens;
     const long long offset = tile.matrix / HALVES * tokens * KEY_DIM;
     if (tile.matrix % HALVES) {

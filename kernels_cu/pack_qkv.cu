@@ -13,15 +13,16 @@ __device__ __forceinline__ long long packed_offset(const Tile& tile, long long t
 }
 
 extern "C" __global__ void pack_qkv(const T* __restrict__ qkv, T* __restrict__ packed, long long tokens,
-                                    long long bh_count, int patches_per_part) {
-    const Tile tile = tile_of_block(tokens, patches_per_part);
+                                    long long bh_count, unsigned parts, int patches_per_part) {
+    const Tile tile = tile_of_block(tokens, parts, patches_per_part);
     channels_to_tokens<false>(qkv + tile.matrix * KEY_DIM * tokens,
                               packed + packed_offset(tile, tokens, bh_count), tokens, tile);
 }
 
 extern "C" __global__ void pack_qkv_backward(const T* __restrict__ d_packed, T* __restrict__ d_qkv,
-                                             long long tokens, long long bh_count, int patches_per_part) {
-    const Tile tile = tile_of_block(tokens, patches_per_part);
+                                             long long tokens, long long bh_count, unsigned parts,
+                                             int patches_per_part) {
+    const Tile tile = tile_of_block(tokens, parts, patches_per_part);
     tokens_to_channels<ACCUMULATE>(d_packed + packed_offset(tile, tokens, bh_count),
                                    d_qkv + tile.matrix * KEY_DIM * tokens, tokens, tile);
 }

@@ -24,13 +24,11 @@ struct Tile {
     long long first_patch, patches;  // along the tokens
 };
 
-__device__ __forceinline__ Tile tile_of_block(long long tokens, int patches_per_part) {
+__device__ __forceinline__ Tile tile_of_block(long long tokens, unsigned parts, int patches_per_part) {
     constexpr int SLICES = KEY_DIM / (CHANNEL_VECTOR * GROUP_LANES);
-    const long long all_patches = tokens / TOKEN_VECTOR;
-    const unsigned parts = static_cast<unsigned>((all_patches + patches_per_part - 1) / patches_per_part);
     const unsigned part = blockIdx.x % parts, matrix_slice = blockIdx.x / parts;
     const long long first_patch = static_cast<long long>(part) * patches_per_part;
-    const long long left = all_patches - first_patch;
+    const long long left = tokens / TOKEN_VECTOR - first_patch;
     return {matrix_slice / SLICES, static_cast<int>(matrix_slice % SLICES) * GROUP_LANES * CHANNEL_VECTOR,
             first_patch, left < patches_per_part ? left : patches_per_part};
 }

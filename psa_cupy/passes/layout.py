@@ -54,7 +54,7 @@ def transpose_launch(
     matrices : int
         How many.
     arguments : tuple
-        The kernel's own arguments, in front of patches_per_part.
+        The kernel's own arguments, in front of parts and patches_per_part.
     accumulate_constants : dict
         The file's ACCUMULATE constants.
     adds_along : {"tokens", "channels"}, optional
@@ -68,8 +68,7 @@ def transpose_launch(
     unroll = max(1, BYTES_IN_FLIGHT // (token_vector * channel_vector * problem.dtype.itemsize))
     slices = geometry.key_dim // (channel_vector * group_lanes)
     patches = geometry.tokens // token_vector
-    parts = ceil_divide(patches * group_lanes, THREADS * unroll)
-    patches_per_part = ceil_divide(patches, parts)
+    parts, patches_per_part = even_parts(patches, per_item=group_lanes, most=THREADS * unroll)
     constants = {
         "T": problem.dtype,
         "KEY_DIM": geometry.key_dim,
@@ -81,9 +80,9 @@ def transpose_launch(
     }
     return Launch(
         kernel=Kernel(file, entry, tuple(constants.items())),
-        grid=(matrices * slices * ceil_divide(patches, patches_per_part), 1, 1),
+        grid=(matrices * slices * parts, 1, 1),
         block=(threads_for(patches_per_part * group_lanes, unroll), 1, 1),
-        arguments=(*arguments, np.int32(patches_per_part)),
+        arguments=(*arguments, np.uint32(parts), np.int32(patches_per_part)),
     )
 
 
@@ -94,13 +93,13 @@ def copy_launch(
     vector = vector_of(problem, run, adds=accumulate)
     unroll = BYTES_IN_FLIGHT // (vector * problem.dtype.itemsize)
     vectors = run // vector
-    vectors_per_part = ceil_divide(vectors, ceil_divide(vectors, THREADS * unroll))
+    parts, vectors_per_part = even_parts(vectors, per_item=1, most=THREADS * unroll)
     constants = (("T", problem.dtype), ("VECTOR", vector), ("UNROLL", unroll), ("ACCUMULATE", accumulate))
     return Launch(
         kernel=Kernel(file, entry, constants),
-        grid=(problem.geometry.bh * ceil_divide(vectors, vectors_per_part), 1, 1),
+        grid=(problem.geometry.bh * parts, 1, 1),
         block=(threads_for(vectors_per_part, unroll), 1, 1),
-        arguments=(*arguments, np.int64(vectors), np.int32(vectors_per_part)),
+        arguments=(*arguments, np.int64(vectors), np.uint32(parts), np.int32(vectors_per_part)),
     )
 
 
@@ -117,6 +116,12 @@ def lanes_along_channels(groups: int, channel_vector: int, token_vector: int) ->
 
     divisors = [lanes for lanes in range(1, groups + 1) if groups % lanes == 0]
     return max(divisors, key=lambda lanes: (shorter_run(lanes), lanes))
+
+
+def even_parts(items: int, per_item: int, most: int) -> tuple[int, int]:
+    """How many parts of how many items: the fewest of at most `most` threads' worth, and of even size."""
+    per_part = ceil_divide(items, ceil_divide(items * per_item, most))
+    return ceil_divide(items, per_part), per_part
 
 
 def threads_for(items: int, unroll: int) -> int:
