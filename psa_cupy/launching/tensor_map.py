@@ -50,6 +50,7 @@ def encode(tensor_map: TensorMap, base_address: int, dtype: np.dtype) -> bytes:
         If the address, a stride or the box is not what TMA can do.
     RuntimeError
         If there is no driver, or it refuses.
+
     """
     if dtype not in _DATA_TYPES:
         raise TypeError(f"tensor_map: dtype is {dtype}, expected float16 or bfloat16")

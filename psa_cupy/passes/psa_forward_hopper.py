@@ -36,6 +36,7 @@ class Tuning:
     persistent: bool = False
 
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        """As a Kernel wants them."""
         return tuple((name.upper(), value) for name, value in vars(self).items())
 
 
