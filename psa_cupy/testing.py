@@ -2,8 +2,7 @@
 
 Bounds. Let x* be the float64 result of the same inputs, u_T the unit roundoff of the arrays' dtype and u_acc
 that of the accumulators: 2^-24, or 2^-53 for float64. The *yardstick* is FlashAttention's formula in float64
-with only P, dS, O and the results rounded to the dtype. A result x passes if, for every head, in Frobenius
-norms::
+with only P, dS, O and the results rounded to the dtype. A result x passes if, in Frobenius norms::
 
     |x - x*|  <=  1.5 |yardstick - x*|  +  u_T |x*| / 4  +  u_acc (8 + 4 max|score|) |X|
 
@@ -12,15 +11,19 @@ times |K| or |Q| for dQ and dK; P^T |dO| for dV. lse passes if, element by eleme
 
     |lse - lse*|  <=  u_acc (24 + 4 max|score| + 2 max|lse*|)
 
-with the maxima over the head. Norms are taken head by head, so that a wrong head cannot hide among right
-ones. The functions answer with error / bound, the largest of all heads: at most 1 passes, and a NaN or
-infinity that float64 does not have counts as infinite. A head whose float64 result is not finite is not
-compared.
+with the maxima over the head. Norms are taken head by head and, in a long head, run by run of 64 tokens or
+more, so that a wrong head or a wrong last row cannot hide among right ones; a run has 1024 elements or more,
+so that good results do not fail by chance.
+
+The functions answer with error / bound, the largest of all: at most 1 passes, and a NaN or infinity that
+float64 does not have counts as infinite. A head whose float64 result is not finite is not compared.
 
 All functions take NumPy or CuPy arrays, and compute where the arrays are, a few rows of scores at a time.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 
@@ -46,6 +49,9 @@ ABSOLUTE_BOUNDS = {
 """The largest error of any element at inputs of unit variance and the default scale."""
 
 _UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+_LEAST_TOKENS, _LEAST_ELEMENTS = 64, 1024
+"""Of a run that a norm is taken over."""
 
 _TILE_SCORES = {"numpy": 1 << 18, "cupy": 1 << 23}
 """Scores computed at a time: 2 MiB of float64 for a processor's caches, 64 MiB to fill a GPU."""
@@ -106,7 +112,7 @@ def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]
         keys, values = _float64(k[heads]), _float64(v[heads])
         for rows in row_slices:
             tile = _Tile(_float64(q[heads, rows]), keys, values, _scale(scale, q), o.dtype)
-            norms.add(heads, o[heads, rows], tile.o, tile.o_yardstick, tile.o_magnitude)
+            norms.add(heads, rows, o[heads, rows], tile.o, tile.o_yardstick, tile.o_magnitude)
             _keep_most(most_score, heads, abs(tile.scores))
             _keep_most(most_lse, heads, abs(tile.lse))
             _keep_most(lse_error, heads, abs(_float64(lse[heads, rows]) - tile.lse))
@@ -286,7 +292,7 @@ def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch) -> dict[str, fl
     if k.shape[1] == 0:
         return {"d_q": _exactly(d_q, 0), "d_k": 0.0, "d_v": 0.0}
     xp, dtype, scale = _namespace(q), q.dtype, _scale(scale, q)
-    most_score = xp.zeros(q.shape[0])
+    most_score, every = xp.zeros(q.shape[0]), slice(None)
     d_q_norms, d_k_norms, d_v_norms = _Norms(d_q), _Norms(d_k), _Norms(d_v)
     for heads, row_slices in _tiles(q, k):
         keys, values = _float64(k[heads]), _float64(v[heads])
@@ -305,15 +311,15 @@ def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch) -> dict[str, fl
                 _rounded(scale * (yardstick @ keys), dtype),
                 abs(scale) * (magnitude @ abs(keys)),
             )
-            d_q_norms.add(heads, d_q[heads, rows], *d_queries)
+            d_q_norms.add(heads, rows, d_q[heads, rows], *d_queries)
             d_keys[0] += scale * (exact.transpose(0, 2, 1) @ queries)
             d_keys[1] += scale * (yardstick.transpose(0, 2, 1) @ queries)
             d_keys[2] += abs(scale) * (magnitude.transpose(0, 2, 1) @ abs(queries))
             d_values[0] += tile.p.transpose(0, 2, 1) @ d_rows
             d_values[1] += _rounded(tile.p, dtype).transpose(0, 2, 1) @ d_rows
             d_values[2] += tile.p.transpose(0, 2, 1) @ abs(d_rows)
-        d_k_norms.add(heads, d_k[heads], d_keys[0], _rounded(d_keys[1], dtype), d_keys[2])
-        d_v_norms.add(heads, d_v[heads], d_values[0], _rounded(d_values[1], dtype), d_values[2])
+        d_k_norms.add(heads, every, d_k[heads], d_keys[0], _rounded(d_keys[1], dtype), d_keys[2])
+        d_v_norms.add(heads, every, d_v[heads], d_values[0], _rounded(d_values[1], dtype), d_values[2])
     norms = {"d_q": d_q_norms, "d_k": d_k_norms, "d_v": d_v_norms}
     return {name: n.largest_ratio(most_score) for name, n in norms.items()}
 
@@ -330,29 +336,42 @@ def _score_gradients(tile: _Tile, d_rows, values, dtype):
 
 
 class _Norms:
-    """Frobenius norms per head: of a result's error, the yardstick's, x* and X, added up tile by tile."""
+    """Squares, by token, of one result's error, the yardstick's, x* and X; norms over runs of tokens."""
 
     def __init__(self, result):
         self._xp, self._dtype = _namespace(result), result.dtype
-        self._squares = self._xp.zeros((4, result.shape[0]))
-        self._finite = self._xp.ones(result.shape[0], bool)
+        bh, tokens, channels = result.shape
+        self._runs = _runs(tokens, channels)
+        self._squares = self._xp.zeros((4, bh, tokens))
+        self._finite = self._xp.ones(bh, bool)
 
-    def add(self, heads, result, exact, yardstick, magnitude) -> None:
-        """Add a tile of some heads."""
+    def add(self, heads, rows, result, exact, yardstick, magnitude) -> None:
+        """Set what is known of some rows of some heads."""
         parts = (_float64(result) - exact, yardstick - exact, exact, magnitude)
         for squares, part in zip(self._squares, parts, strict=True):
-            squares[heads] += (part * part).sum(axis=(1, 2))
+            squares[heads, rows] = (part * part).sum(axis=2)
         self._finite[heads] &= self._xp.isfinite(exact).all(axis=(1, 2))
 
     def largest_ratio(self, most_score) -> float:
-        """The largest error / bound of all heads whose scores and x* are finite."""
-        error, yardstick, exact, magnitude = self._xp.sqrt(self._squares)
+        """The largest error / bound of the runs of every head whose scores and x* are finite."""
+        comparable = self._finite & self._xp.isfinite(most_score)
+        return max((self._ratio(run, most_score, comparable) for run in self._runs), default=0.0)
+
+    def _ratio(self, run: slice, most_score, comparable) -> float:
+        error, yardstick, exact, magnitude = self._xp.sqrt(self._squares[:, :, run].sum(axis=2))
         bound = (
             1.5 * yardstick
             + unit_roundoff(self._dtype) * exact / 4
             + _accumulator_roundoff(self._dtype) * (8 + 4 * most_score) * magnitude
         )
-        return _largest_ratio(error, bound, comparable=self._finite & self._xp.isfinite(most_score))
+        return _largest_ratio(error, bound, comparable)
+
+
+def _runs(tokens: int, channels: int) -> list[slice]:
+    """Equal runs of tokens, as many as leave each with `_LEAST_TOKENS` and `_LEAST_ELEMENTS`."""
+    count = max(1, min(tokens // _LEAST_TOKENS, tokens * channels // _LEAST_ELEMENTS))
+    edges = [tokens * i // count for i in range(count + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(edges)]
 
 
 # ---- small helpers
