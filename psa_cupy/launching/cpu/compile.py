@@ -22,7 +22,10 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _RUNTIME_SOURCES = sorted((_HERE / "runtime").glob("*.cpp"))
 
 _COMMON = (
-    *("-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-psabi"),
+    *("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-psabi"),
+    # Line tables, in the plain form from which addr2line also tells calls that were inlined (with GCC's newer
+    # forms binutils 2.40 loses the .cu file's name).
+    *("-g1", "-gdwarf-4", "-gno-statement-frontiers", "-gno-variable-location-views"),
     # Kernels reinterpret memory freely, as CUDA lets them; errno and traps are nothing that they look at.
     *("-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     # Faults leave by longjmp, and find their place by return addresses: no tail calls, no checks of either.

@@ -3,11 +3,15 @@
 #pragma once
 
 namespace cuda_on_cpu {
-template <class T, class Combine> CUDA_ON_CPU_UNSEEN inline T read_modify_write(T* address, Combine combine) {
+template <class T> CUDA_ON_CPU_UNSEEN inline T load_unseen(const T* address) { return *address; }
+template <class T> CUDA_ON_CPU_UNSEEN inline void store_unseen(T* address, T value) { *address = value; }
+
+// Inlined, so that its calls of the runtime come from the kernel's line.
+template <class T, class Combine> __forceinline__ T read_modify_write(T* address, Combine combine) {
     if ((uintptr_t)address % sizeof(T)) fail("misaligned address of an atomic function");
     if (CHECKED) watch(address, sizeof(T), Access::atomic);
-    const T old = *address;
-    *address = combine(old);
+    const T old = load_unseen(address);
+    store_unseen(address, combine(old));
     return old;
 }
 }  // namespace cuda_on_cpu

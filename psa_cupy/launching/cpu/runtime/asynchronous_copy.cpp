@@ -39,10 +39,13 @@ void asynchronous_copy_wait(int groups_left) {
     for (size_t& end : fiber->committed) end -= landing;
 }
 
-void land_all_copies(Fiber* fiber) {
-    if (fiber->copies.empty()) return;
-    asynchronous_copy_commit();
-    asynchronous_copy_wait(0);
+// Of a block that is over: copies that nobody waited for have nowhere to land.
+void abandon_copies(Fiber* fiber) {
+    if (launch.checked) {
+        for (const AsynchronousCopy& copy : fiber->copies) forget_copy(copy);
+    }
+    fiber->copies.clear();
+    fiber->committed.clear();
 }
 
 }  // namespace cuda_on_cpu

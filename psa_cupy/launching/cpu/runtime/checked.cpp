@@ -8,6 +8,7 @@
 // Time is a counter of block barriers over the launch. What happened before the block's first moment was done
 // by another block, and nothing orders two blocks of a launch.
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -25,7 +26,7 @@ struct Mark {
     uint32_t time;  // of the block barriers; 0: never
     uint32_t site;  // in the kernel's library
     uint16_t who;
-    uint16_t sync;  // how often the warp had passed __syncwarp
+    uint16_t syncs;  // how often its warp had passed __syncwarp since the barrier
 };
 
 constexpr size_t CELL_BYTES = 2;
@@ -33,11 +34,11 @@ constexpr size_t CELL_BYTES = 2;
 }  // namespace
 
 struct Cell {
-    Mark write, read;
-    uint16_t copying;         // a thread's index + 1: its asynchronous copy to here is under way
-    bool atomic;              // the last write was an atomic function's
-    bool read_elsewhere;      // also read by a block before the one of `read`
-    bool added_elsewhere;     // also written atomically by a block before the one of `write`
+    Mark write;            // the last plain store
+    Mark added, read;      // the atomic functions and the reads since then
+    uint16_t copying;      // a thread's index + 1: its asynchronous copy to here is under way
+    bool added_elsewhere;  // also by a block before the one of `added`
+    bool read_elsewhere;   // also by a block before the one of `read`
 };
 
 namespace {
@@ -67,12 +68,13 @@ bool is_ordered(const Mark& mark, const Fiber* fiber) {
     const bool several = mark.who & SEVERAL_LANES;
     const unsigned warp_index = several ? mark.who & ~SEVERAL_LANES : mark.who / WARP;
     if (warp_index != fiber->index / WARP) return false;
-    const Warp& warp = block.warps[warp_index];
-    return warp.last_sync[fiber->lane] > mark.sync && (several || warp.last_sync[mark.who % WARP] > mark.sync);
+    // Of several lanes it is not known which they were: their sync is taken to be with all of them.
+    const unsigned lane = several ? fiber->lane : mark.who % WARP;
+    return block.warps[warp_index].known[fiber->lane][lane] > mark.syncs;
 }
 
 Mark mark_of(const Fiber* fiber, uint32_t site) {
-    return {block.clock, site, (uint16_t)fiber->index, warp_of(fiber).sync};
+    return {block.clock, site, (uint16_t)fiber->index, warp_of(fiber).syncs};
 }
 
 // Adds an access to those that a later write must come after. An ordered one stands for all before it.
@@ -112,8 +114,9 @@ struct Accessing {
 }
 
 void forget_other_blocks(Cell& cell) {
-    if (cell.write.time < block.first_clock) cell.write.time = 0;
-    if (cell.read.time < block.first_clock) cell.read.time = 0;
+    for (Mark* mark : {&cell.write, &cell.added, &cell.read}) {
+        if (mark->time < block.first_clock) mark->time = 0;
+    }
 }
 
 void check_not_copying(const Cell& cell, const char* what, const Accessing& at) {
@@ -122,28 +125,31 @@ void check_not_copying(const Cell& cell, const char* what, const Accessing& at) 
                describe(&block.fibers[cell.copying - 1]) + " began it)", at);
 }
 
-void check_after_write(const Cell& cell, const char* what, const Accessing& at) {
-    if (by_another_block(cell.write) || cell.added_elsewhere) {
-        report(std::string("race between blocks: ") + what + " what another block of the launch wrote", at, &cell.write);
-    }
-    if (!is_ordered(cell.write, at.fiber)) {
-        report(std::string("race: ") + what + " what another thread wrote, with no barrier between", at, &cell.write);
-    }
+void check_after(const Mark& mark, bool elsewhere, const char* what, const char* did, const Accessing& at) {
+    const bool between_blocks = elsewhere || by_another_block(mark);
+    if (!between_blocks && is_ordered(mark, at.fiber)) return;
+    report((between_blocks ? "race between blocks: " : "race: ") + std::string(what) + " what another " +
+               (between_blocks ? "block of the launch " : "thread ") + did +
+               (between_blocks ? "" : ", with no barrier between"), at, &mark);
 }
 
-void check_after_reads(const Cell& cell, const Accessing& at) {
-    if (by_another_block(cell.read) || cell.read_elsewhere) {
-        report("race between blocks: write over what another block of the launch reads", at, &cell.read);
-    }
-    if (!is_ordered(cell.read, at.fiber)) {
-        report("race: write over what another thread reads, with no barrier between", at, &cell.read);
-    }
+void check_after_write(const Cell& cell, const char* what, const Accessing& at) {
+    check_after(cell.write, false, what, "wrote", at);
+}
+
+void check_after_atomics(const Cell& cell, const char* what, const Accessing& at) {
+    check_after(cell.added, cell.added_elsewhere, what, "changed by an atomic function", at);
+}
+
+void check_after_reads(const Cell& cell, const char* what, const Accessing& at) {
+    check_after(cell.read, cell.read_elsewhere, what, "read", at);
 }
 
 void on_read(Cell& cell, const Accessing& at) {
     check_not_copying(cell, "read of", at);
     if (at.region.shared && !cell.write.time) report("read of shared memory that this block has not written", at);
     check_after_write(cell, "read of", at);
+    check_after_atomics(cell, "read of", at);
     if (by_another_block(cell.read)) cell.read_elsewhere = true;
     add(cell.read, at.fiber, at.site);
 }
@@ -151,28 +157,27 @@ void on_read(Cell& cell, const Accessing& at) {
 void on_write(Cell& cell, const Accessing& at) {
     check_not_copying(cell, "write to", at);
     check_after_write(cell, "write over", at);
-    check_after_reads(cell, at);
+    check_after_atomics(cell, "write over", at);
+    check_after_reads(cell, "write over", at);
     cell.write = mark_of(at.fiber, at.site);
-    cell.read.time = 0;
-    cell.atomic = false;
+    cell.added.time = cell.read.time = 0;
 }
 
 void on_atomic(Cell& cell, const Accessing& at) {
     check_not_copying(cell, "atomic function on", at);
     if (at.region.shared && !cell.write.time) report("atomic function on shared memory that this block has not written", at);
-    if (!cell.atomic) check_after_write(cell, "atomic function on", at);
-    check_after_reads(cell, at);
-    if (by_another_block(cell.write)) cell.added_elsewhere = true;
-    add(cell.write, at.fiber, at.site);
-    cell.read.time = 0;
-    cell.atomic = true;
+    check_after_write(cell, "atomic function on", at);
+    check_after_reads(cell, "atomic function on", at);
+    if (by_another_block(cell.added)) cell.added_elsewhere = true;
+    add(cell.added, at.fiber, at.site);
 }
 
 // The copy writes some time between here and the wait, so whoever used these bytes must be done with them.
 void on_copy_begin(Cell& cell, const Accessing& at) {
     check_not_copying(cell, "second asynchronous copy to", at);
     check_after_write(cell, "asynchronous copy over", at);
-    check_after_reads(cell, at);
+    check_after_atomics(cell, "asynchronous copy over", at);
+    check_after_reads(cell, "asynchronous copy over", at);
     cell.copying = (uint16_t)(at.fiber->index + 1);
 }
 
@@ -253,8 +258,8 @@ void end_watching(Region& region) {
 void barrier_passed() {
     block.clock++;
     for (unsigned w = 0; w < block.warp_count; w++) {
-        block.warps[w].sync = 0;
-        memset(block.warps[w].last_sync, 0, sizeof block.warps[w].last_sync);
+        block.warps[w].syncs = 0;
+        memset(block.warps[w].known, 0, sizeof block.warps[w].known);
     }
 }
 
@@ -264,8 +269,22 @@ void begin_block_watching() {
 }
 
 void warp_sync_passed(Warp& warp, unsigned mask) {
-    warp.sync++;
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.last_sync[__builtin_ctz(lanes)] = warp.sync;
+    warp.syncs++;
+    uint16_t together[WARP] = {};
+    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
+        const unsigned lane = __builtin_ctz(lanes);
+        warp.known[lane][lane] = warp.syncs;
+        for (unsigned i = 0; i < WARP; i++) together[i] = std::max(together[i], warp.known[lane][i]);
+    }
+    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
+        memcpy(warp.known[__builtin_ctz(lanes)], together, sizeof together);
+    }
+}
+
+void forget_copy(const AsynchronousCopy& copy) {
+    const Region* region = find_region(copy.target);
+    const size_t first = (copy.target - region->base) / CELL_BYTES;
+    for (size_t i = first; i < first + copy.bytes / CELL_BYTES; i++) region->cells[i].copying = 0;
 }
 
 void watch(const void* address, size_t bytes, Access access) {

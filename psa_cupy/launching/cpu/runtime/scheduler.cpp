@@ -126,7 +126,6 @@ void open_block_barrier(Vote vote) {
 void run_thread() {
     launch.entry(launch.arguments);
     Fiber* fiber = current_fiber();
-    land_all_copies(fiber);
     fiber->state = State::finished;
     block.unfinished--;
     Warp& warp = warp_of(fiber);
@@ -162,8 +161,7 @@ void prepare_block(long number, const dim3& grid) {
         Fiber& fiber = block.fibers[i];
         fiber.block = make_uint3(x, y, z);
         fiber.state = State::ready;
-        fiber.copies.clear();
-        fiber.committed.clear();
+        abandon_copies(&fiber);
         // Stacks that all began at the same offset of a page would share the same few lines of the cache.
         make_context(fiber.context, fiber.stack, STACK_BYTES - i * 13 % 32 * 128, run_thread);
     }

@@ -42,9 +42,9 @@ struct Fiber : Thread {
 struct Warp {
     unsigned existing, ready, running, waiting;  // lanes: of the block; able to go on; not finished; at a meeting
     alignas(16) Mailbox inputs[WARP], outputs[WARP];
-    // Checked builds: how many times __syncwarp has completed since the last block barrier, and the number of
-    // the last one that each lane took part in.
-    uint16_t sync, last_sync[WARP];
+    // Checked builds: how many times __syncwarp has completed since the last block barrier, and for each lane,
+    // up to which of these it knows what each other lane did.
+    uint16_t syncs, known[WARP][WARP];
 };
 
 struct Cell;  // checked.cpp
@@ -107,7 +107,7 @@ bool is_stack_overflow(const Fiber* fiber, const char* address);
 void poison(const Region& region);
 
 // asynchronous_copy.cpp
-void land_all_copies(Fiber* fiber);
+void abandon_copies(Fiber* fiber);
 
 // checked.cpp
 void begin_watching(Region& region);
@@ -115,6 +115,7 @@ void end_watching(Region& region);
 void begin_block_watching();
 void barrier_passed();
 void warp_sync_passed(Warp& warp, unsigned mask);
+void forget_copy(const AsynchronousCopy& copy);
 
 // faults.cpp
 class SignalHandlers {
