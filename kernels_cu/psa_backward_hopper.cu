@@ -54,7 +54,6 @@ constexpr int CHANNELS_UNITS = 16 * ROW_BYTES / 16;  // 16 channels
 // many boxes after it was done itself, so that a small lead costs no waiting.
 constexpr int REFILL_LAG = 2;
 
-constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NO_QUERY = 1e30f;  // lse of a query beyond the last: exp2 gives 0
 
 // The compiler may not move uses of these accumulators above this point, nor their definitions below it.
@@ -100,7 +99,8 @@ struct Work {
     const float2* rows;  // of all heads, whole boxes each
     T* d_qkv;
     int bh, tokens, first_tile, last_tile;
-    float scale_log2, scale;
+    float scale, scale_log2;
+    float2 log2_e;  // in two words
 };
 
 __device__ __forceinline__ void load_tile(const Shared& shared, const Work& work, int warpgroup, int tile) {
@@ -144,9 +144,14 @@ __device__ __forceinline__ void add_products(float (&sum)[4], const T* out, cons
     }
 }
 
-// The pair of a token, and of a token beyond the last.
-__device__ __forceinline__ float2 make_pair(const float* lse, float delta, int token, int tokens) {
-    return token < tokens ? make_float2(lse[token] * LOG2_E, delta) : make_float2(NO_QUERY, 0.f);
+// The pair of a token, and of a token beyond the last. log2_e is scale_log2 / scale: scores and lse are
+// multiplied by the same number, so that its rounding cancels where they are large.
+__device__ __forceinline__ float2 make_pair(const float* lse, float2 log2_e, float delta, int token,
+                                            int tokens) {
+    if (token >= tokens) {
+        return make_float2(NO_QUERY, 0.f);
+    }
+    return make_float2(fmaf(lse[token], log2_e.x, lse[token] * log2_e.y), delta);
 }
 
 // The pairs of the whole head, by the whole block: each half of it sums half of the channels, meeting in the
@@ -175,7 +180,7 @@ __device__ __forceinline__ void fill_pairs(float2* pairs, const Work& work) {
     for (int first = 0; first < TOKENS; first += THREADS) {
         const int token = first + threadIdx.x;
         if (token < TOKENS) {
-            pairs[token] = make_pair(lse, pairs[token].x + pairs[token].y, token, work.tokens);
+            pairs[token] = make_pair(lse, work.log2_e, pairs[token].x + pairs[token].y, token, work.tokens);
         }
     }
     __syncthreads();
@@ -446,12 +451,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         const T* __restrict__ out, const T* __restrict__ d_out, const float* __restrict__ lse,
                         const float2* __restrict__ rows, const T* __restrict__ d_v_branch,
                         T* __restrict__ d_qkv, int heads, int heads_per_wave, int tiles_per_block, int tokens,
-                        float scale_log2, float scale) {
+                        float scale, float scale_log2, float log2_e, float log2_e_low) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
 
-    const int tiles = (tokens + TILE - 1) / TILE,
-              blocks_per_head = (tiles + tiles_per_block - 1) / tiles_per_block;
+    const int tiles = (tokens + TILE - 1) / TILE;
+    const int blocks_per_head = (tiles + tiles_per_block - 1) / tiles_per_block;
     const int wave = blockIdx.x / (2 * heads_per_wave * blocks_per_head);
     const int first_head = wave * heads_per_wave;
     const int key_blocks = min(heads_per_wave, heads - first_head) * blocks_per_head;
@@ -478,11 +483,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (is_keys) {
         run<true>(shared, memory,
                   Work{&k_map, &v_map, &q_map, &d_out_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
-                       tokens, first_tile, last_tile, scale_log2, scale});
+                       tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
     } else {
         run<false>(shared, memory,
                    Work{&q_map, &d_out_map, &k_map, &v_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
-                        tokens, first_tile, last_tile, scale_log2, scale});
+                        tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
     }
 }
 
@@ -491,7 +496,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 // from the t / 16-th. Reads out, d_out, lse; every element of rows is written by one thread.
 extern "C" __global__ void __launch_bounds__(128)
     psa_backward_hopper_rows(const T* __restrict__ out, const T* __restrict__ d_out,
-                             const float* __restrict__ lse, float2* __restrict__ rows, int tokens) {
+                             const float* __restrict__ lse, float2* __restrict__ rows, int tokens,
+                             float log2_e, float log2_e_low) {
     constexpr int GROUPS = 8;
     __shared__ float partial[GROUPS][TILE];
     const int boxes = (tokens + TILE - 1) / TILE;
@@ -516,6 +522,6 @@ extern "C" __global__ void __launch_bounds__(128)
         }
         const int token = first_token + threadIdx.x;
         rows[static_cast<long long>(blockIdx.x) * TILE + threadIdx.x] =
-            make_pair(lse + bh * tokens, delta, token, tokens);
+            make_pair(lse + bh * tokens, make_float2(log2_e, log2_e_low), delta, token, tokens);
     }
 }

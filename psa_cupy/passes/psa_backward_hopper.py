@@ -110,6 +110,7 @@ def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Pla
         ("BRANCH", problem.branch),
         ("ACCUMULATE", problem.accumulate),
     )
+    scale_log2, log2_e = _factors(problem.scale)
     rows = Scratch("rows", (geometry.bh, boxes * _TILE, 2), np.dtype(np.float32))
     fused = Launch(
         kernel=_kernel("psa_backward_hopper", constants),
@@ -127,8 +128,9 @@ def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Pla
             np.int32(heads_per_wave),
             np.int32(tiles_per_block),
             np.int32(geometry.tokens),
-            np.float32(problem.scale * math.log2(math.e)),
             np.float32(problem.scale),
+            scale_log2,
+            *log2_e,
         ),
         shared_bytes=_shared_bytes(geometry, layout, stages),
     )
@@ -144,9 +146,23 @@ def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Pla
             Operand("lse"),
             Operand(rows.name),
             np.int32(geometry.tokens),
+            *log2_e,
         ),
     )
     return Plan((row_pairs, fused), (rows,))
+
+
+def _factors(scale: float) -> tuple[np.float32, tuple[np.float32, np.float32]]:
+    """Rounded scale*log2 e for scores, and for lse that number over scale: log2 e in two words, nearly.
+
+    Both sides of the exponent are so multiplied by the same number, whose rounding would otherwise be an
+    error proportional to the scores. Where the rounded product has lost digits, or scale is 0, lse takes
+    log2 e itself.
+    """
+    scale_log2 = np.float32(scale * math.log2(math.e))
+    factor = float(scale_log2) / scale if abs(scale_log2) > 1e-30 else math.log2(math.e)
+    high = np.float32(factor)
+    return scale_log2, (high, np.float32(factor - float(high)))
 
 
 def _kernel(entry: str, constants: tuple) -> Kernel:
