@@ -37,14 +37,18 @@ constexpr int ROW_BYTES = 128;
 constexpr int BOX_TOKENS = 64;
 constexpr int K_BYTES = KEY_ROWS * ROW_BYTES;
 constexpr int BOX_BYTES = K_BYTES + VALUE_ROWS * ROW_BYTES;
-constexpr int ITEM_QUERIES = 64 * WARPGROUPS;
+constexpr int RINGS = SPLIT_KEYS ? WARPGROUPS : 1;
+constexpr int RING_THREADS = 128 * WARPGROUPS / RINGS;
+constexpr int RING_BYTES = STAGES * BOX_BYTES;
+constexpr int Q_TILES = SPLIT_KEYS ? 1 : WARPGROUPS;
+constexpr int ITEM_QUERIES = 64 * Q_TILES;
 
-// Shared memory, in bytes from its start.
-constexpr int Q_AT = STAGES * BOX_BYTES;
-constexpr int FULL_AT = Q_AT + WARPGROUPS * K_BYTES;
-constexpr int EMPTY_AT = FULL_AT + 8 * STAGES;
-constexpr int Q_FULL_AT = EMPTY_AT + 8 * STAGES;
+// Shared memory, in bytes from its start; the barriers of a ring: full[STAGES], empty[STAGES].
+constexpr int Q_AT = RINGS * RING_BYTES;
+constexpr int Q_FULL_AT = Q_AT + Q_TILES * K_BYTES;
 constexpr int Q_EMPTY_AT = Q_FULL_AT + 8;
+constexpr int BARRIERS_AT = Q_EMPTY_AT + 8;
+constexpr int EMPTY_AT = 8 * STAGES;
 
 // A sum of a thread's 8 weights of a step above this raises the reference. P is stored in 16 bits: 2^8 leaves
 // room above, and below it the smallest weights are lost no sooner than with the maximum as reference.
@@ -75,31 +79,39 @@ struct Place {
     }
 };
 
-// Thread 0's part: it asks for the boxes of all the block's items in order, as slots come free.
+// One thread's part for a ring: it asks for the ring's boxes of all the block's items in order, as slots come
+// free. Rings take turns over the boxes.
 struct Copies {
     const TensorMap* k;
     const TensorMap* v;
-    unsigned shared;
-    int boxes, tiles, items;
-    int item, bh;
-    int box = 0;
-    Place place;
+    unsigned tiles_at, barriers;
+    int first_box, boxes;
+    int item, items, tiles;
+    int bh = item / tiles;
+    int box = first_box;
+    Place place = {};
 
     __device__ __forceinline__ void load_next() {
-        const unsigned barrier = shared + FULL_AT + 8 * place.slot;
-        const unsigned destination = shared + place.slot * BOX_BYTES;
-        mbarrier_expect(barrier, BOX_BYTES);
-        tensor_load(destination, k, box * BOX_TOKENS, 0, bh, barrier);
-        tensor_load(destination + K_BYTES, v, box * BOX_TOKENS, 0, bh, barrier);
+        const unsigned full = barriers + 8 * place.slot;
+        const unsigned destination = tiles_at + place.slot * BOX_BYTES;
+        mbarrier_expect(full, BOX_BYTES);
+        tensor_load(destination, k, box * BOX_TOKENS, 0, bh, full);
+        tensor_load(destination + K_BYTES, v, box * BOX_TOKENS, 0, bh, full);
         place.advance();
-        if (++box == boxes) {
-            box = 0;
+        box += RINGS;
+        if (box >= boxes) {
+            box = first_box;
             item += gridDim.x;
             if (PERSISTENT) bh = item / tiles;
         }
     }
 
-    __device__ __forceinline__ void fill_ring() {
+    __device__ __forceinline__ void start() {
+        for (int slot = 0; slot < STAGES; ++slot) {
+            mbarrier_init(barriers + 8 * slot, 1);
+            mbarrier_init(barriers + EMPTY_AT + 8 * slot, RING_THREADS / 32);
+        }
+        mbarrier_fence_init();
         for (int slot = 0; slot < STAGES && item < items; ++slot)
             load_next();
     }
@@ -107,16 +119,16 @@ struct Copies {
     // Refills the next slot once every warp has left it.
     __device__ __forceinline__ void refill() {
         if (item >= items) return;
-        mbarrier_wait(shared + EMPTY_AT + 8 * place.slot, place.parity ^ 1);
+        mbarrier_wait(barriers + EMPTY_AT + 8 * place.slot, place.parity ^ 1);
         load_next();
     }
 };
 
 __device__ __forceinline__ void load_q(unsigned shared, const TensorMap* q, int item, int tiles) {
     const int bh = item / tiles, first = (item - bh * tiles) * ITEM_QUERIES;
-    mbarrier_expect(shared + Q_FULL_AT, WARPGROUPS * K_BYTES);
-    for (int group = 0; group < WARPGROUPS; ++group) {
-        tensor_load(shared + Q_AT + group * K_BYTES, q, first + 64 * group, 0, bh, shared + Q_FULL_AT);
+    mbarrier_expect(shared + Q_FULL_AT, Q_TILES * K_BYTES);
+    for (int tile = 0; tile < Q_TILES; ++tile) {
+        tensor_load(shared + Q_AT + tile * K_BYTES, q, first + 64 * tile, 0, bh, shared + Q_FULL_AT);
     }
 }
 
@@ -248,35 +260,85 @@ __device__ __forceinline__ void scores_and_values(float (&s)[16], const unsigned
     }
 }
 
-// Divides by the sums and stores the warp's 16 queries from `token` on; 8 x 8 blocks are turned over so that
-// a lane has two neighbouring tokens of one channel.
-__device__ __forceinline__ void write_item(T* out, float* lse, const Softmax& softmax,
-                                           const float (&o)[VALUE_ROWS / 2], int bh, int token, int tokens) {
+// Adds the four lanes' sums of each query and turns them into their inverses; stores lse where asked to.
+__device__ __forceinline__ void finish_sums(Softmax& softmax, float* lse, bool writes_lse, int bh, int token,
+                                            int tokens) {
     const int lane = threadIdx.x % 32;
-    float sum[2], inverse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        sum[h] = softmax.sum[h] + __shfl_xor_sync(0xffffffffu, softmax.sum[h], 1);
-        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
-        inverse[h] = 1.0f / sum[h];
+        float sum = softmax.sum[h] + __shfl_xor_sync(0xffffffffu, softmax.sum[h], 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        softmax.sum[h] = 1.0f / sum;
         const int n = token + 8 * h + lane / 4;
-        if (lane % 4 == 0 && n < tokens) {
-            const float rest = fmaf(softmax.reference[h], LN2_LOW, logf(sum[h]));
+        if (writes_lse && lane % 4 == 0 && n < tokens) {
+            const float rest = fmaf(softmax.reference[h], LN2_LOW, logf(sum));
             lse[static_cast<long long>(bh) * tokens + n] = fmaf(softmax.reference[h], LN2_HIGH, rest);
         }
     }
-    const int n = token + lane % 4 * 2;
-    T* row = out + (static_cast<long long>(bh) * VALUE_DIM + lane / 4) * tokens + n;
+}
+
+// Divides by the sums and stores 8 channels of the warp's 16 queries from `token` on. The two 8 x 8 blocks
+// are turned over so that a lane has two neighbouring tokens of one channel.
+__device__ __forceinline__ void write_block(T* out, const float (&inverse)[2], const float* x, int block,
+                                            int bh, int token, int tokens) {
+    const int lane = threadIdx.x % 32;
+    const unsigned low = movmatrix_trans(pack2(x[0] * inverse[0], x[1] * inverse[0], T()));
+    const unsigned high = movmatrix_trans(pack2(x[2] * inverse[1], x[3] * inverse[1], T()));
+    const int channel = 8 * block + lane / 4, n = token + lane % 4 * 2;
+    if (VALUE_DIM % 8 != 0 && channel >= VALUE_DIM) return;
+    T* row = out + (static_cast<long long>(bh) * VALUE_DIM + channel) * tokens + n;
+    if (n < tokens) *reinterpret_cast<unsigned*>(row) = low;
+    if (n + 8 < tokens) *reinterpret_cast<unsigned*>(row + 8) = high;
+}
+
+__device__ __forceinline__ void write_item(T* out, float* lse, Softmax& softmax,
+                                           const float (&o)[VALUE_ROWS / 2], int bh, int token, int tokens) {
+    finish_sums(softmax, lse, true, bh, token, tokens);
 #pragma unroll
     for (int block = 0; block < VALUE_ROWS / 8; ++block) {
-        const float* x = o + 4 * block;
-        const unsigned low = movmatrix_trans(pack2(x[0] * inverse[0], x[1] * inverse[0], T()));
-        const unsigned high = movmatrix_trans(pack2(x[2] * inverse[1], x[3] * inverse[1], T()));
-        if (VALUE_DIM % 8 == 0 || 8 * block + lane / 4 < VALUE_DIM) {
-            if (n < tokens) *reinterpret_cast<unsigned*>(row) = low;
-            if (n + 8 < tokens) *reinterpret_cast<unsigned*>(row + 8) = high;
+        write_block(out, softmax.sum, o + 4 * block, block, bh, token, tokens);
+    }
+}
+
+// Puts the warpgroups' parts of the keys together, each brought to the largest reference, and stores: the
+// warpgroups take turns over blocks of 8 channels. The parts meet in the rings, which are no longer in use.
+__device__ __forceinline__ void merge_and_write(T* out, float* lse, const Softmax& part,
+                                                unsigned char* memory, const float (&o)[VALUE_ROWS / 2],
+                                                int group, int bh, int token, int tokens) {
+    constexpr int REFERENCE = VALUE_ROWS / 2, SUM = REFERENCE + 2;
+    float* parts = reinterpret_cast<float*>(memory) + threadIdx.x % 128;
+    constexpr int NEXT_GROUP = RING_BYTES / sizeof(float), NEXT = 128;
+    float* mine = parts + group * NEXT_GROUP;
+    __syncthreads();  // no warp's wgmma reads a ring any more
+#pragma unroll
+    for (int i = 0; i < VALUE_ROWS / 2; ++i)
+        mine[i * NEXT] = o[i];
+    for (int h = 0; h < 2; ++h) {
+        mine[(REFERENCE + h) * NEXT] = part.reference[h];
+        mine[(SUM + h) * NEXT] = part.sum[h];
+    }
+    __syncthreads();
+
+    Softmax whole = {{LOWEST, LOWEST}, {0, 0}};
+    float factor[WARPGROUPS][2];
+    for (int h = 0; h < 2; ++h) {
+        for (int g = 0; g < WARPGROUPS; ++g) {
+            whole.reference[h] = fmaxf(whole.reference[h], parts[g * NEXT_GROUP + (REFERENCE + h) * NEXT]);
         }
-        row += 8LL * tokens;
+        for (int g = 0; g < WARPGROUPS; ++g) {
+            factor[g][h] = exp2_approx(parts[g * NEXT_GROUP + (REFERENCE + h) * NEXT] - whole.reference[h]);
+            whole.sum[h] += factor[g][h] * parts[g * NEXT_GROUP + (SUM + h) * NEXT];
+        }
+    }
+    finish_sums(whole, lse, group == 0, bh, token, tokens);
+    for (int block = group; block < VALUE_ROWS / 8; block += WARPGROUPS) {
+        float x[4] = {0, 0, 0, 0};
+        for (int g = 0; g < WARPGROUPS; ++g) {
+            for (int i = 0; i < 4; ++i) {
+                x[i] += factor[g][i / 2] * parts[g * NEXT_GROUP + (4 * block + i) * NEXT];
+            }
+        }
+        write_block(out, whole.sum, x, block, bh, token, tokens);
     }
 }
 
@@ -286,33 +348,33 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
                        int tokens, int items, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
-    const int lane = threadIdx.x % 32, band = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
     const int group =
         __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // told to be the same in the whole warp
     const int tiles = (tokens + ITEM_QUERIES - 1) / ITEM_QUERIES;
-    const int boxes = (tokens + BOX_TOKENS - 1) / BOX_TOKENS;
-    const bool copies_for_all = threadIdx.x == 0;
+    const int all_boxes = (tokens + BOX_TOKENS - 1) / BOX_TOKENS;
+    const int ring = SPLIT_KEYS ? group : 0;
+    const int boxes = (all_boxes - ring + RINGS - 1) / RINGS;
+    const unsigned ring_at = shared + ring * RING_BYTES;
+    const unsigned barriers = shared + BARRIERS_AT + ring * 16 * STAGES;
+    const bool copies_for_ring = threadIdx.x % RING_THREADS == 0;
     const bool negate = scale_log2 < 0;
     scale_log2 = fabsf(scale_log2);
 
     int item = blockIdx.x;
-    Copies copies{&k_map, &v_map, shared, boxes, tiles, items, item, item / tiles};
-    if (copies_for_all) {
-        for (int slot = 0; slot < STAGES; ++slot) {
-            mbarrier_init(shared + FULL_AT + 8 * slot, 1);
-            mbarrier_init(shared + EMPTY_AT + 8 * slot, 4 * WARPGROUPS);
-        }
+    if (threadIdx.x == 0) {
         mbarrier_init(shared + Q_FULL_AT, 1);
         mbarrier_init(shared + Q_EMPTY_AT, 4 * WARPGROUPS);
         mbarrier_fence_init();
         load_q(shared, &q_map, item, tiles);
-        copies.fill_ring();
     }
+    Copies copies{&k_map, &v_map, ring_at, barriers, ring, all_boxes, item, items, tiles};
+    if (copies_for_ring) copies.start();
     __syncthreads();
 
-    const unsigned char* q_tile = memory + Q_AT + group * K_BYTES;
-    const unsigned long long k_tile = wgmma_descriptor(shared);
-    const unsigned long long v_tile = wgmma_descriptor(shared + K_BYTES);
+    const unsigned char* q_tile = memory + Q_AT + (SPLIT_KEYS ? 0 : group) * K_BYTES;
+    const unsigned long long k_tile = wgmma_descriptor(ring_at);
+    const unsigned long long v_tile = wgmma_descriptor(ring_at + K_BYTES);
     constexpr int NEXT_BOX = BOX_BYTES / 16, SECOND_HALF = 32 * 2 / 16;  // in descriptors
 
     unsigned q[KEY_STEPS][4], p0[2][4] = {}, p1[2][4] = {};
@@ -322,10 +384,13 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
     int q_parity = 0;
 
     auto leave = [&](int slot) {
-        if (lane == 0) mbarrier_arrive(shared + EMPTY_AT + 8 * slot);
+        if (lane == 0) mbarrier_arrive(barriers + EMPTY_AT + 8 * slot);
     };
-    auto first_scores = [&]() {
-        read_q(q, q_tile, band, negate);
+    // Which 16 queries of its warpgroup's 64 a warp takes: another for each head, so that the warps with
+    // queries in a last, partly filled tile are spread over the multiprocessor.
+    auto band_of = [&](int bh) { return (threadIdx.x / 32 + bh) % 4; };
+    auto first_scores = [&](int bh) {
+        read_q(q, q_tile, band_of(bh), negate);
         if (lane == 0) mbarrier_arrive(shared + Q_EMPTY_AT);
         __syncwarp();
         const unsigned long long k = k_tile + place.slot * NEXT_BOX;
@@ -338,19 +403,20 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
     for (int i = 0; i < 16; ++i)
         s0[i] = s1[i] = 0;
     mbarrier_wait(shared + Q_FULL_AT, 0);
-    mbarrier_wait(shared + FULL_AT, 0);
-    first_scores();
+    mbarrier_wait(barriers, 0);
+    first_scores(item / tiles);
     int seen = 0;  // boxes begun
     while (true) {
         const int next_item = item + gridDim.x;
         const bool more = PERSISTENT && next_item < items;
-        if (copies_for_all && more) {
+        if (PERSISTENT && threadIdx.x == 0 && more) {
             mbarrier_wait(shared + Q_EMPTY_AT, q_parity);
             load_q(shared, &q_map, next_item, tiles);
         }
         __syncwarp();
         const int bh = item / tiles;
-        const int token = (item - bh * tiles) * ITEM_QUERIES + 64 * group + 16 * band;
+        const int token =
+            (item - bh * tiles) * ITEM_QUERIES + (SPLIT_KEYS ? 0 : 64 * group) + 16 * band_of(bh);
         const bool has_queries = token < tokens;
         for (int i = 0; i < VALUE_ROWS / 2; ++i)
             o[i] = 0;
@@ -364,11 +430,11 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
         for (int box = 0; box + 1 < boxes; ++box) {
             softmax_step<false>(softmax, s0, p0, o, scale_log2, 0, has_queries);
             if (box > 0) leave(place.slot == 0 ? STAGES - 1 : place.slot - 1);
-            if (copies_for_all && seen++ >= REFILL_LAG) copies.refill();
+            if (copies_for_ring && seen++ >= REFILL_LAG) copies.refill();
             __syncwarp();
             Place next = place;
             next.advance();
-            mbarrier_wait(shared + FULL_AT + 8 * next.slot, next.parity);
+            mbarrier_wait(barriers + 8 * next.slot, next.parity);
             const unsigned long long k = k_tile + next.slot * NEXT_BOX, v = v_tile + place.slot * NEXT_BOX;
             wgmma_fence();
             scores_and_values(s0, q, k, o, p0, v);
@@ -380,16 +446,17 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
             place = next;
         }
 
-        const int keys = tokens - (boxes - 1) * BOX_TOKENS - lane % 4 * 2;
+        const int keys_left = tokens - (ring + (boxes - 1) * RINGS) * BOX_TOKENS;  // 64 or more: all exist
+        const int keys = keys_left - lane % 4 * 2;
         const unsigned long long v = v_tile + place.slot * NEXT_BOX;
         softmax_step<true>(softmax, s0, p0, o, scale_log2, keys, has_queries);
         if (boxes > 1) leave(place.slot == 0 ? STAGES - 1 : place.slot - 1);
-        if (copies_for_all && seen++ >= REFILL_LAG) copies.refill();
+        if (copies_for_ring && seen++ >= REFILL_LAG) copies.refill();
         __syncwarp();
         wgmma_fence();
         values(o, p0, v);
         wgmma_commit();
-        if (tokens - (boxes - 1) * BOX_TOKENS > 32) {
+        if (keys_left > 32) {
             softmax_step<true>(softmax, s1, p1, o, scale_log2, keys - 32, has_queries);
             wgmma_fence();
             values(o, p1, v + SECOND_HALF);
@@ -402,12 +469,16 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
         if (more) {
             q_parity ^= 1;
             mbarrier_wait(shared + Q_FULL_AT, q_parity);
-            mbarrier_wait(shared + FULL_AT + 8 * place.slot, place.parity);
+            mbarrier_wait(barriers + 8 * place.slot, place.parity);
         }
         // Without a next item the product is of what lies there, and nobody reads it: a wgmma under a
         // condition would be waited for before the results are written.
-        if (PERSISTENT) first_scores();
-        write_item(out, lse, softmax, o, bh, token, tokens);
+        if (PERSISTENT) first_scores(next_item / tiles);
+        if constexpr (SPLIT_KEYS) {
+            merge_and_write(out, lse, softmax, memory, o, group, bh, token, tokens);
+        } else {
+            write_item(out, lse, softmax, o, bh, token, tokens);
+        }
         if (!more) break;
         item = next_item;
     }

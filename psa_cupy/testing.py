@@ -4,14 +4,15 @@ Bounds. Let x* be the float64 result of the same inputs, u_T the unit roundoff o
 that of the accumulators: 2^-24, or 2^-53 for float64. The *yardstick* is FlashAttention's formula in float64
 with only P, dS, O and the results rounded to the dtype. A result x passes if, in Frobenius norms::
 
-    |x - x*|  <=  1.5 |yardstick - x*|  +  u_T |x*| / 4  +  u_acc (8 + 4 max|score|) |X|
+    |x - x*|  <=  1.5 |yardstick - x*|  +  u_T |x*| / 4  +  u_acc (8 + 4 max|S|) |X|
 
 where X is the same expression in absolute values: P|V| for o; (P o (|dO||V|^T + rowsum(|dO||O|))) |scale|
-times |K| or |Q| for dQ and dK; P^T |dO| for dV. lse passes if, element by element, in every dtype::
+times |K| or |Q| for dQ and dK; P^T |dO| for dV; and |S| = |scale| |Q||K|^T. lse passes if, element by element, in every dtype::
 
-    |lse - lse*|  <=  u_acc (24 + 4 max|score| + 2 max|lse*|)
+    |lse - lse*|  <=  u_acc (24 + 4 max|S| + 2 max|lse*|)
 
-with the maxima over the head. Norms are taken head by head and, in a long head, run by run of 64 tokens or
+with the maxima over the head. (|S| is not |score|: what rounding does to a score grows with the terms that
+are summed, and a score may be small because large terms cancel.) Norms are taken head by head and, in a long head, run by run of 64 tokens or
 more, so that a wrong head or a wrong last row cannot hide among right ones; a run has 1024 elements or more,
 so that good results do not fail by chance.
 
@@ -113,7 +114,7 @@ def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]
         for rows in row_slices:
             tile = _Tile(_float64(q[heads, rows]), keys, values, _scale(scale, q), o.dtype)
             norms.add(heads, rows, o[heads, rows], tile.o, tile.o_yardstick, tile.o_magnitude)
-            _keep_most(most_score, heads, abs(tile.scores))
+            _keep_most(most_score, heads, tile.score_magnitude)
             _keep_most(most_lse, heads, abs(tile.lse))
             _keep_most(lse_error, heads, abs(_float64(lse[heads, rows]) - tile.lse))
     lse_bound = _accumulator_roundoff(o.dtype) * (24 + 4 * most_score + 2 * most_lse)
@@ -275,10 +276,10 @@ class _Tile:
 
     def __init__(self, queries, keys, values, scale: float, dtype):
         xp = _namespace(queries)
-        self.scores = queries @ keys.transpose(0, 2, 1)
-        self.scores *= scale
-        row_max = self.scores.max(axis=2, keepdims=True)
-        weights = xp.exp(self.scores - row_max)
+        scores = scale * (queries @ keys.transpose(0, 2, 1))
+        self.score_magnitude = abs(scale) * (abs(queries) @ abs(keys).transpose(0, 2, 1))
+        row_max = scores.max(axis=2, keepdims=True)
+        weights = xp.exp(scores - row_max)
         row_sum = weights.sum(axis=2, keepdims=True)
         self.lse = (row_max + xp.log(row_sum))[..., 0]
         self.o = weights @ values / row_sum
@@ -304,7 +305,7 @@ def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch) -> dict[str, fl
         for rows in row_slices:
             queries, d_rows = _float64(q[heads, rows]), _float64(d_o[heads, rows])
             tile = _Tile(queries, keys, values, scale, dtype)
-            _keep_most(most_score, heads, abs(tile.scores))
+            _keep_most(most_score, heads, tile.score_magnitude)
             exact, yardstick, magnitude = _score_gradients(tile, d_rows, values, dtype)
             d_queries = (
                 scale * (exact @ keys),

@@ -11,6 +11,8 @@ from psa_cupy.geometry import PSAGeometry
 
 _EXPONENTIALS_PER_CLOCK = 16
 """Of the special-function units, per multiprocessor."""
+_CLOCK_RATE = 13
+"""cudaDevAttrClockRate: the peak clock in kHz."""
 
 
 @dataclass(frozen=True)
@@ -86,5 +88,7 @@ def _flop_rate(cp, dtype):
 
 
 def _exponential_rate(cp):
-    attributes = cp.cuda.Device().attributes
-    return attributes["MultiProcessorCount"] * _EXPONENTIALS_PER_CLOCK * attributes["ClockRate"] * 1e3
+    device = cp.cuda.runtime.getDevice()
+    multiprocessors = cp.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"]
+    kilohertz = cp.cuda.runtime.deviceGetAttribute(_CLOCK_RATE, device)
+    return multiprocessors * _EXPONENTIALS_PER_CLOCK * kilohertz * 1e3

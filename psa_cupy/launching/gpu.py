@@ -27,13 +27,12 @@ _retained: list[cupy.ndarray] = []
 @functools.cache
 def device(device_id: int) -> Device:
     """What planning needs to know of a CUDA device."""
-    handle = cupy.cuda.Device(device_id)
-    attributes = handle.attributes
-    capability = (attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"])
+    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
+    capability = (properties["major"], properties["minor"])
     return Device(
         capability=capability,
-        multiprocessors=attributes["MultiProcessorCount"],
-        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+        multiprocessors=properties["multiProcessorCount"],
+        shared_bytes=properties["sharedMemPerBlockOptin"],
         tensor_maps=capability == (9, 0) and tensor_map.available(),
     )
 

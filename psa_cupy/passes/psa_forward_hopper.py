@@ -34,6 +34,7 @@ class Tuning:
     blocks_per_multiprocessor: int
     every_maximum: bool = False
     persistent: bool = False
+    split_keys: bool = False
 
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
         """As a Kernel wants them."""
@@ -66,10 +67,11 @@ def choose_tuning(geometry: PSAGeometry, device: Device) -> Tuning:
     """As many blocks on a multiprocessor as registers allow and a ring of three boxes fits."""
     most_blocks = 4 if geometry.key_dim <= 48 and geometry.value_dim <= 72 else 3
     for blocks in range(most_blocks, 0, -1):
-        shared_bytes = (device.shared_bytes + _BLOCK_RESERVE) // blocks - _BLOCK_RESERVE
-        stages = min(4, _stages_within(shared_bytes, geometry))
-        if stages >= 3:
-            return Tuning(1, stages, refill_lag=1 if stages == 3 else 2, blocks_per_multiprocessor=blocks)
+        for stages, refill_lag in ((4, 2), (3, 1)):
+            tuning = Tuning(1, stages, refill_lag, blocks)
+            block_bytes = _shared_bytes(tuning, geometry) + _BLOCK_RESERVE
+            if blocks * block_bytes <= device.shared_bytes + _BLOCK_RESERVE:
+                return tuning
     raise ValueError(f"psa_forward: {device} has too little shared memory for the hopper variant")
 
 
@@ -88,7 +90,7 @@ def plan_with(tuning: Tuning, problem: PSAProblem, device: Device) -> Plan:
         min_capability=(9, 0),
         arch="sm_90a",
     )
-    items = geometry.bh * -(-geometry.tokens // (64 * tuning.warpgroups))
+    items = geometry.bh * -(-geometry.tokens // (64 * _query_tiles(tuning)))
     blocks = items
     if tuning.persistent:
         blocks = min(items, device.multiprocessors * tuning.blocks_per_multiprocessor)
@@ -106,7 +108,7 @@ def plan_with(tuning: Tuning, problem: PSAProblem, device: Device) -> Plan:
                     np.int32(items),
                     np.float32(problem.scale * math.log2(math.e)),
                 ),
-                shared_bytes=_shared_bytes(tuning.stages, tuning.warpgroups, geometry),
+                shared_bytes=_shared_bytes(tuning, geometry),
             ),
         )
     )
@@ -145,14 +147,14 @@ def _value_rows(geometry: PSAGeometry) -> int:
     return -(-geometry.value_dim // 8) * 8
 
 
-def _shared_bytes(stages: int, warpgroups: int, geometry: PSAGeometry) -> int:
-    box = (_key_rows(geometry) + _value_rows(geometry)) * _ROW_BYTES
-    barriers = 8 * (2 * stages + 2)
-    return stages * box + warpgroups * _key_rows(geometry) * _ROW_BYTES + barriers
+def _query_tiles(tuning: Tuning) -> int:
+    """Tiles of 64 queries in a block."""
+    return 1 if tuning.split_keys else tuning.warpgroups
 
 
-def _stages_within(shared_bytes: int, geometry: PSAGeometry) -> int:
-    stages = 0
-    while _shared_bytes(stages + 1, 1, geometry) <= shared_bytes:
-        stages += 1
-    return stages
+def _shared_bytes(tuning: Tuning, geometry: PSAGeometry) -> int:
+    boxes = tuning.stages * (tuning.warpgroups if tuning.split_keys else 1)
+    box_rows = _key_rows(geometry) + _value_rows(geometry)
+    rows = boxes * box_rows + _query_tiles(tuning) * _key_rows(geometry)
+    barriers = 2 * boxes + 2
+    return rows * _ROW_BYTES + barriers * 8
