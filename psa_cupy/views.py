@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+_ROWS_OF_A_HEAD = 64
+"""Rows of scores as large as a head's keys and values: with few queries, heads are what fills memory."""
+
 
 def heads_of(nchw, num_heads: int):
     """(B, num_heads*c, H, W) as (BH, c, N)."""
@@ -36,7 +39,8 @@ def tiles(bh: int, query_count: int, key_count: int, most_scores: int) -> Iterat
     """
     key_count, all_rows = max(1, key_count), max(1, query_count)
     rows = min(max(1, most_scores // key_count), all_rows)
-    heads = max(1, most_scores // (rows * key_count)) if rows == all_rows else 1
+    rows_in_memory = max(rows, _ROWS_OF_A_HEAD)
+    heads = max(1, most_scores // (rows_in_memory * key_count)) if rows == all_rows else 1
     row_slices = [slice(start, start + rows) for start in range(0, query_count, rows)]
     for start in range(0, bh, heads):
         yield slice(start, start + heads), row_slices

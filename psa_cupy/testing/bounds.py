@@ -1,23 +1,24 @@
-"""How accurate a result must be, measured against float64; and a check of any gradient.
+"""How accurate a result of attention must be, measured against float64.
 
-Bounds. Let x* be the float64 result of the same inputs, u_T the unit roundoff of the arrays' dtype and u_acc
-that of the accumulators: 2^-24, or 2^-53 for float64. The *yardstick* is FlashAttention's formula in float64
-with only P, dS, O and the results rounded to the dtype. A result x passes if, in Frobenius norms::
+Let x* be the float64 result of the same inputs, u_T the unit roundoff of the arrays' dtype and u_acc that of
+the accumulators: 2^-24, or 2^-53 for float64. The *yardstick* is FlashAttention's formula in float64 with
+only P, dS, O and the results rounded to the dtype. A result x passes if, in Frobenius norms::
 
     |x - x*|  <=  1.5 |yardstick - x*|  +  u_T |x*| / 4  +  u_acc (8 + 4 max|S|) |X|
 
 where X is the same expression in absolute values: P|V| for o; (P o (|dO||V|^T + rowsum(|dO||O|))) |scale|
-times |K| or |Q| for dQ and dK; P^T |dO| for dV; and |S| = |scale| |Q||K|^T. lse passes if, element by element, in every dtype::
+times |K| or |Q| for dQ and dK; P^T |dO| for dV; and |S| = |scale| |Q||K|^T. lse passes if, element by
+element, in every dtype::
 
     |lse - lse*|  <=  u_acc (24 + 4 max|S| + 2 max|lse*|)
 
-with the maxima over the head. (|S| is not |score|: what rounding does to a score grows with the terms that
-are summed, and a score may be small because large terms cancel.) Norms are taken head by head and, in a long head, run by run of 64 tokens or
-more, so that a wrong head or a wrong last row cannot hide among right ones; a run has 1024 elements or more,
-so that good results do not fail by chance.
+with the maxima over the head. (|S|, not |scores|: what rounding does to a score grows with the terms that are
+summed, and a score may be small because large terms cancel.)
 
-The functions answer with error / bound, the largest of all: at most 1 passes, and a NaN or infinity that
-float64 does not have counts as infinite. A head whose float64 result is not finite is not compared.
+Norms are taken head by head and, in a long head, run by run of 64 tokens or more, so that a wrong head or a
+wrong last row cannot hide among right ones; a run has 1024 elements or more, so that good results do not fail
+by chance. The functions answer with error / bound, the largest of all: at most 1 passes, and a NaN or an
+infinity that float64 does not have counts as infinite. A head whose inputs are not finite is not compared.
 
 All functions take NumPy or CuPy arrays, and compute where the arrays are, a few rows of scores at a time.
 """
@@ -30,16 +31,6 @@ import numpy as np
 
 from psa_cupy.arguments import cupy_if_imported, is_cupy
 from psa_cupy.views import split_qkv, tiles, tokens_first
-
-__all__ = [
-    "ABSOLUTE_BOUNDS",
-    "absolute_ratio",
-    "attention_backward_ratios",
-    "attention_forward_ratios",
-    "psa_backward_ratios",
-    "psa_forward_ratios",
-    "unit_roundoff",
-]
 
 ABSOLUTE_BOUNDS = {
     ("forward", "float32"): 2e-6,
