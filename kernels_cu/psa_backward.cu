@@ -1,0 +1,545 @@
+// The portable backward of fused attention (mma.sync, sm_80 and later; also the CPU execution): d_qkv from
+// d_out, qkv, out and lse, NCHW to NCHW.
+//
+// Layout: qkv, d_qkv (BH, 2 KEY_DIM + VALUE_DIM, tokens); out, d_out, d_v_branch (BH, VALUE_DIM, tokens);
+//     lse (BH, tokens). Any number of tokens; loads are COPY_BYTES wide, which divides every row.
+// Work: a head is cut into tiles of 16 tokens, a warp each. A key task (KEYS) owns dK and dV of its keys, a
+//     query task dQ of its queries, so S and dP are computed twice and no sum ever crosses a warp:
+//                 stationary   moving    per step of 16 moving tokens
+//         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
+//         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
+//     with P = exp2(S scale log2 e - lse log2 e), dS = P (dP - delta), delta = rowsum(d_out out). Score tiles
+//     go from accumulators to operand A in registers.
+// Grid: 1-D, bh * blocks_per_head + block; a block has tiles_per_block tiles. Block: 32 * WARPS.
+// Shared memory (dynamic): STAGES chunks of CHUNK moving tokens, channel-major, channels padded with zeros;
+//     STAGES * CHUNK pairs (lse log2 e, delta) in key tasks; per warp its stationary tile of 16 tokens.
+//     RESIDENT: the one chunk holds all tokens, loaded once, and each warp goes on to its next tile alone.
+//     Otherwise the chunks pass by, all warps of the block together.
+// Reads: everything but d_qkv. psa_backward_rows has written the pairs before.
+// Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warp whose
+//     tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in a fixed
+//     order.
+#include "common.cuh"
+#include "tensor_core.cuh"
+#include "vector.cuh"
+
+using Sum = Accumulator<T>;
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int TILE = 16;  // stationary tokens of a warp
+constexpr int STEP = 16;  // moving tokens of a step: two accumulator tiles of 16 x 8
+constexpr int CHANNEL_STEP = 32 / sizeof(T);            // channels of one product: 16, 8 or 4
+constexpr int ROW_UNIT = sizeof(T) == 2 ? 16 : 8;       // channels in shared memory come in these
+constexpr int PITCH = CHUNK + (sizeof(T) == 8 ? 4 : 8);  // elements between channels: no bank conflicts
+constexpr int COPY = COPY_BYTES / sizeof(T);             // elements of one copy
+
+constexpr int round_up(int value, int unit) {
+    return (value + unit - 1) / unit * unit;
+}
+constexpr int KEY_ROWS = round_up(KEY_DIM, ROW_UNIT), VALUE_ROWS = round_up(VALUE_DIM, ROW_UNIT);
+constexpr int KEY_STEPS = (KEY_DIM + CHANNEL_STEP - 1) / CHANNEL_STEP;
+constexpr int VALUE_STEPS = (VALUE_DIM + CHANNEL_STEP - 1) / CHANNEL_STEP;
+constexpr int KEY_COLUMNS = (KEY_DIM + 7) / 8, VALUE_COLUMNS = (VALUE_DIM + 7) / 8;  // accumulator tiles
+constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
+
+constexpr int MOVING = (KEY_ROWS + VALUE_ROWS) * PITCH;     // elements of a chunk
+constexpr int STATIONARY = (KEY_ROWS + VALUE_ROWS) * TILE;  // elements of a warp's tile
+
+constexpr double LOG2_E = 1.4426950408889634;
+constexpr float NO_QUERY = 1e30f;  // lse of a query beyond the last: exp2 gives 0
+
+// What a key task needs of a query.
+struct alignas(2 * sizeof(Sum)) Row {
+    Sum lse_log2, delta;
+};
+
+__device__ __forceinline__ float exp2_of(float x) {
+    return exp2_approx(x);
+}
+__device__ __forceinline__ double exp2_of(double x) {
+    return exp2(x);
+}
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+    return fmaf(a, b, c);
+}
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+    return fma(a, b, c);
+}
+
+// The matrix products of one element type, on tiles in shared memory (rows are channels). An accumulator tile
+// is 16 stationary tokens x 8; with g = lane / 4, t = lane % 4, d[0], d[1] are at (g, 2 t), (g, 2 t + 1) and
+// d[2], d[3] at (g + 8, 2 t), (g + 8, 2 t + 1).
+//     Fragment      operand A: 16 stationary tokens x CHANNEL_STEP channels
+//     multiply      d[2] (16 x 16 moving tokens) += the product over CHANNEL_STEP channels
+//     update        d (16 x channels) += the product of p[2] over 16 moving tokens
+// float16 and bfloat16: m16n8k16.
+template <class Element>
+struct Product {
+    struct Fragment {
+        unsigned at[4];
+    };
+
+    static __device__ __forceinline__ Fragment load(const Element* tile, int lane) {
+        Fragment a;
+        ldmatrix_x4_trans(a.at, tile + (lane % 8 + lane / 16 * 8) * TILE + lane / 8 % 2 * 8);
+        return a;
+    }
+
+    static __device__ __forceinline__ void multiply(float (&d)[2][4], const Fragment& a, const Element* moving,
+                                                    int lane) {
+        unsigned b[4];
+        ldmatrix_x4_trans(b, moving + lane % 16 * PITCH + lane / 16 * 8);
+        const unsigned first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+        mma_m16n8k16(d[0], a.at, first, d[0], Element());
+        mma_m16n8k16(d[1], a.at, second, d[1], Element());
+    }
+
+    template <int COLUMNS>
+    static __device__ __forceinline__ void update(float (&d)[COLUMNS][4], const float (&p)[2][4],
+                                                  const Element* moving, int lane) {
+        const unsigned a[4] = {pack2(p[0][0], p[0][1], Element()), pack2(p[0][2], p[0][3], Element()),
+                               pack2(p[1][0], p[1][1], Element()), pack2(p[1][2], p[1][3], Element())};
+        const Element* row = moving + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 8;
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i += 2) {
+            unsigned b[4];
+            ldmatrix_x4(b, row + i * 8 * PITCH);
+            const unsigned first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+            mma_m16n8k16(d[i], a, first, d[i], Element());
+            if (i + 1 < COLUMNS) {
+                mma_m16n8k16(d[i + 1], a, second, d[i + 1], Element());
+            }
+        }
+    }
+};
+
+// float32: three TF32 products m16n8k8 of the high and low parts, 2^-21 of a factor being left out. Tensor
+// cores truncate as they add, so long sums are added up outside them.
+template <>
+struct Product<float> {
+    struct Fragment {
+        unsigned high[4], low[4];
+    };
+
+    static __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+        high = round_to_tf32(value);
+        low = round_to_tf32(value - __uint_as_float(high));
+    }
+
+    static __device__ __forceinline__ void multiply_split(float (&d)[4], const Fragment& a, float b0, float b1) {
+        unsigned high[2], low[2];
+        split(b0, high[0], low[0]);
+        split(b1, high[1], low[1]);
+        mma_m16n8k8_tf32(d, a.low, high, d);
+        mma_m16n8k8_tf32(d, a.high, low, d);
+        mma_m16n8k8_tf32(d, a.high, high, d);
+    }
+
+    static __device__ __forceinline__ Fragment load(const float* tile, int lane) {
+        Fragment a;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            split(tile[(lane % 4 + i / 2 * 4) * TILE + lane / 4 + i % 2 * 8], a.high[i], a.low[i]);
+        }
+        return a;
+    }
+
+    static __device__ __forceinline__ void multiply(float (&d)[2][4], const Fragment& a, const float* moving,
+                                                    int lane) {
+        const float* at = moving + lane % 4 * PITCH + lane / 4;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            multiply_split(d[j], a, at[8 * j], at[4 * PITCH + 8 * j]);
+        }
+    }
+
+    // The eight moving tokens of an accumulator tile in the order 0, 2, 4, 6, 1, 3, 5, 7: this thread's own.
+    template <int COLUMNS>
+    static __device__ __forceinline__ void update(float (&d)[COLUMNS][4], const float (&p)[2][4],
+                                                  const float* moving, int lane) {
+        Fragment a[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            split(p[j][0], a[j].high[0], a[j].low[0]);
+            split(p[j][2], a[j].high[1], a[j].low[1]);
+            split(p[j][1], a[j].high[2], a[j].low[2]);
+            split(p[j][3], a[j].high[3], a[j].low[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+            float sum[4] = {};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float2 b = *reinterpret_cast<const float2*>(moving + (8 * i + lane / 4) * PITCH +
+                                                                  8 * j + lane % 4 * 2);
+                multiply_split(sum, a[j], b.x, b.y);
+            }
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                d[i][x] += sum[x];
+            }
+        }
+    }
+};
+
+// float64: m8n8k4, for the upper and the lower eight stationary tokens.
+template <>
+struct Product<double> {
+    struct Fragment {
+        double at[2];
+    };
+
+    static __device__ __forceinline__ void multiply_halves(double (&d)[4], double upper_a, double lower_a,
+                                                           double b) {
+        double upper[2] = {d[0], d[1]}, lower[2] = {d[2], d[3]};
+        mma_m8n8k4_f64(upper, upper_a, b, upper);
+        mma_m8n8k4_f64(lower, lower_a, b, lower);
+        d[0] = upper[0];
+        d[1] = upper[1];
+        d[2] = lower[0];
+        d[3] = lower[1];
+    }
+
+    static __device__ __forceinline__ Fragment load(const double* tile, int lane) {
+        const double* at = tile + lane % 4 * TILE + lane / 4;
+        return {{at[0], at[8]}};
+    }
+
+    static __device__ __forceinline__ void multiply(double (&d)[2][4], const Fragment& a, const double* moving,
+                                                    int lane) {
+        const double* at = moving + lane % 4 * PITCH + lane / 4;
+        multiply_halves(d[0], a.at[0], a.at[1], at[0]);
+        multiply_halves(d[1], a.at[0], a.at[1], at[8]);
+    }
+
+    // The eight moving tokens of an accumulator tile as 0, 2, 4, 6 and 1, 3, 5, 7: this thread's own.
+    template <int COLUMNS>
+    static __device__ __forceinline__ void update(double (&d)[COLUMNS][4], const double (&p)[2][4],
+                                                  const double* moving, int lane) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const double* b = moving + (8 * i + lane / 4) * PITCH + 8 * j + lane % 4 * 2;
+                multiply_halves(d[i], p[j][0], p[j][2], b[0]);
+                multiply_halves(d[i], p[j][1], p[j][3], b[1]);
+            }
+        }
+    }
+};
+
+using Fragment = typename Product<T>::Fragment;
+
+// COPY_BYTES from global to shared memory, or zeros.
+template <int BYTES>
+__device__ __forceinline__ void copy(T* to, const T* from, bool inside) {
+    if constexpr (BYTES == 16) {
+        cp_async_16(to, from, inside ? 16 : 0);
+    } else if constexpr (BYTES == 8) {
+        cp_async_8(to, from, inside ? 8 : 0);
+    } else if constexpr (BYTES == 4) {
+        cp_async_4(to, from, inside ? 4 : 0);
+    } else {
+        *to = inside ? *from : from_float<T>(0.f);
+    }
+}
+
+// Tokens first ... first + COUNT of CHANNELS channels to rows PITCH_TO apart, by `threads` threads; channels
+// up to ROWS and tokens beyond the last become zeros.
+template <int CHANNELS, int ROWS, int COUNT, int PITCH_TO>
+__device__ __forceinline__ void load_rows(T* to, const T* from, int first, int tokens, int thread, int threads) {
+    constexpr int COPIES = COUNT / COPY;
+    for (int i = thread; i < ROWS * COPIES; i += threads) {
+        const int channel = i / COPIES, token = i % COPIES * COPY;
+        const bool inside = (ROWS == CHANNELS || channel < CHANNELS) && first + token < tokens;
+        const T* source = inside ? from + static_cast<long long>(channel) * tokens + first + token : from;
+        copy<COPY_BYTES>(to + channel * PITCH_TO + token, source, inside);
+    }
+}
+
+// The arrays of one head.
+struct Head {
+    const T *stationary_key, *stationary_value, *moving_key, *moving_value;
+    const Row* rows;  // whole steps of them
+    const T* d_v_branch;
+    T* d_qkv;
+    int tokens;
+    Sum scale_log2, scale;
+};
+
+__device__ __forceinline__ void load_moving(T* chunk, Row* rows, const Head& head, int first) {
+    load_rows<KEY_DIM, KEY_ROWS, CHUNK, PITCH>(chunk, head.moving_key, first, head.tokens, threadIdx.x, THREADS);
+    load_rows<VALUE_DIM, VALUE_ROWS, CHUNK, PITCH>(chunk + KEY_ROWS * PITCH, head.moving_value, first, head.tokens,
+                                                   threadIdx.x, THREADS);
+    if (KEYS) {
+        constexpr int ROWS_PER_COPY = 16 / sizeof(Row);
+        const int count = min(CHUNK, round_up(head.tokens, STEP) - first);
+        for (int i = threadIdx.x * ROWS_PER_COPY; i < count; i += THREADS * ROWS_PER_COPY) {
+            cp_async_16(rows + i, head.rows + first + i);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_stationary(T* tile, const Head& head, int first, int lane) {
+    load_rows<KEY_DIM, KEY_ROWS, TILE, TILE>(tile, head.stationary_key, first, head.tokens, lane, 32);
+    load_rows<VALUE_DIM, VALUE_ROWS, TILE, TILE>(tile + KEY_ROWS * TILE, head.stationary_value, first, head.tokens,
+                                                 lane, 32);
+}
+
+// d [+ branch] times factor to channels `to`, from token first on; the only writes to d_qkv.
+template <int CHANNELS, bool WITH_BRANCH, int COLUMNS, class Element>
+__device__ __forceinline__ void write(Element* to, const Element* branch, const Sum (&d)[COLUMNS][4], Sum factor,
+                                      int first, int tokens, int lane) {
+    constexpr bool IN_PAIRS = sizeof(Element) == 2 && COPY_BYTES > 2 && !ACCUMULATE;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = first + lane / 4 + 8 * half;
+            Sum values[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int channel = 8 * i + lane % 4 * 2 + j;
+                const bool inside = token < tokens && (CHANNELS % 8 == 0 || channel < CHANNELS);
+                const long long at = static_cast<long long>(channel) * tokens + token;
+                values[j] = d[i][2 * half + j] * factor;
+                if (WITH_BRANCH && inside) {
+                    values[j] += to_float(branch[at]);
+                }
+                if (!IN_PAIRS && inside) {
+                    store<ACCUMULATE>(to + at, from_float<Element>(values[j]));
+                }
+            }
+            if constexpr (IN_PAIRS) {
+                // Two channels of one token become two tokens of one channel.
+                const unsigned pair = movmatrix_trans(pack2(values[0], values[1], Element()));
+                const int channel = 8 * i + lane / 4, pair_token = first + lane % 4 * 2 + 8 * half;
+                if (pair_token < tokens && (CHANNELS % 8 == 0 || channel < CHANNELS)) {
+                    Element* at = to + static_cast<long long>(channel) * tokens + pair_token;
+                    *reinterpret_cast<unsigned*>(at) = pair;
+                }
+            }
+        }
+    }
+}
+
+// One tile of 16 stationary tokens in a warp: operands and sums.
+struct Task {
+    const T* tile;  // in shared memory
+    int first, lane;
+    Fragment key[STATIONARY_IN_REGISTERS ? KEY_STEPS : 1], value[STATIONARY_IN_REGISTERS ? VALUE_STEPS : 1];
+    Row row[2];  // a query task's rows of this thread
+    Sum d_key[KEY_COLUMNS][4], d_value[KEYS ? VALUE_COLUMNS : 1][4];
+
+    // The tile is in shared memory by now.
+    __device__ __forceinline__ Task(const T* tile_, int first_, const Head& head)
+        : tile(tile_), first(first_), lane(threadIdx.x % 32), d_key{}, d_value{} {
+        if (STATIONARY_IN_REGISTERS) {
+#pragma unroll
+            for (int k = 0; k < KEY_STEPS; ++k) {
+                key[k] = load_key(k);
+            }
+#pragma unroll
+            for (int k = 0; k < VALUE_STEPS; ++k) {
+                value[k] = load_value(k);
+            }
+        }
+        if (!KEYS) {
+            row[0] = head.rows[first + lane / 4];
+            row[1] = head.rows[first + lane / 4 + 8];
+        }
+    }
+
+    __device__ __forceinline__ Fragment load_key(int k) const {
+        return Product<T>::load(tile + k * CHANNEL_STEP * TILE, lane);
+    }
+    __device__ __forceinline__ Fragment load_value(int k) const {
+        return Product<T>::load(tile + (KEY_ROWS + k * CHANNEL_STEP) * TILE, lane);
+    }
+
+    // One step over moving tokens at `moving` (their channels, in shared memory), `left` of them real.
+    __device__ __forceinline__ void step(const T* moving, const Row* rows, Sum scale_log2, int left) {
+        const T* moving_value = moving + KEY_ROWS * PITCH;
+        Sum s[2][4] = {}, d_p[2][4] = {};
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; ++k) {
+            const Fragment& a = STATIONARY_IN_REGISTERS ? key[k] : load_key(k);
+            Product<T>::multiply(s, a, moving + k * CHANNEL_STEP * PITCH, lane);
+        }
+#pragma unroll
+        for (int k = 0; k < VALUE_STEPS; ++k) {
+            const Fragment& a = STATIONARY_IN_REGISTERS ? value[k] : load_value(k);
+            Product<T>::multiply(d_p, a, moving_value + k * CHANNEL_STEP * PITCH, lane);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                const Row& of = KEYS ? rows[8 * j + lane % 4 * 2 + x % 2] : row[x / 2];
+                s[j][x] = exp2_of(multiply_add(s[j][x], scale_log2, -of.lse_log2));
+                d_p[j][x] = s[j][x] * (d_p[j][x] - of.delta);
+            }
+        }
+        // Keys beyond the last have S = 0, hence any P, even infinite. (Queries: lse makes their P zero.)
+        if (!KEYS && left < STEP) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    d_p[j][x] = 8 * j + lane % 4 * 2 + x % 2 < left ? d_p[j][x] : 0;
+                }
+            }
+        }
+        if (KEYS) {
+            Product<T>::update(d_value, s, moving_value, lane);
+        }
+        Product<T>::update(d_key, d_p, moving, lane);
+    }
+
+    __device__ __forceinline__ void steps(const T* chunk, const Row* rows, Sum scale_log2, int left) {
+        const int count = min(CHUNK, left);
+#pragma unroll 1
+        for (int at = 0; at < count; at += STEP) {
+            step(chunk + at, rows + at, scale_log2, left - at);
+        }
+    }
+
+    __device__ __forceinline__ void write_sums(const Head& head) const {
+        const long long tokens = head.tokens;
+        T* to = head.d_qkv + (KEYS ? KEY_DIM * tokens : 0);
+        write<KEY_DIM, false>(to, to, d_key, head.scale, first, head.tokens, lane);
+        if constexpr (KEYS) {
+            write<VALUE_DIM, BRANCH>(head.d_qkv + 2 * KEY_DIM * tokens, head.d_v_branch, d_value, Sum(1), first,
+                                     head.tokens, lane);
+        }
+    }
+};
+
+// Reads d_out, qkv, rows, d_v_branch (BRANCH; else any pointer); writes d_qkv.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    psa_backward(const T* __restrict__ d_out, const T* __restrict__ qkv, const Sum* __restrict__ rows,
+                 const T* __restrict__ d_v_branch, T* __restrict__ d_qkv, int tokens, int blocks_per_head,
+                 int tiles_per_block, Sum scale_log2, Sum scale) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    T* chunks = reinterpret_cast<T*>(shared);
+    Row* chunk_rows = reinterpret_cast<Row*>(chunks + STAGES * MOVING);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    T* tile = reinterpret_cast<T*>(chunk_rows + (KEYS ? STAGES * CHUNK : 0)) + warp * STATIONARY;
+
+    const long long bh = blockIdx.x / blocks_per_head;
+    const T* q = qkv + bh * HEAD_CHANNELS * tokens;
+    const T *k = q + static_cast<long long>(KEY_DIM) * tokens, *v = k + static_cast<long long>(KEY_DIM) * tokens;
+    const T* d_o = d_out + bh * VALUE_DIM * tokens;
+    const Head head = {KEYS ? k : q,
+                       KEYS ? v : d_o,
+                       KEYS ? q : k,
+                       KEYS ? d_o : v,
+                       reinterpret_cast<const Row*>(rows) + bh * round_up(tokens, STEP),
+                       d_v_branch + (BRANCH ? bh * VALUE_DIM * tokens : 0),
+                       d_qkv + bh * HEAD_CHANNELS * tokens,
+                       tokens,
+                       scale_log2,
+                       scale};
+    const int first_tile = static_cast<int>(blockIdx.x % blocks_per_head) * tiles_per_block;
+    const int last_tile = min(first_tile + tiles_per_block, (tokens + TILE - 1) / TILE);
+    int t = first_tile + warp;
+
+    load_moving(chunks, chunk_rows, head, 0);
+    if (t < last_tile) {
+        load_stationary(tile, head, t * TILE, lane);
+    }
+    cp_async_commit();
+    if constexpr (RESIDENT) {
+        cp_async_wait<0>();
+        __syncthreads();
+        while (t < last_tile) {
+            Task task(tile, t * TILE, head);
+            task.steps(chunks, chunk_rows, scale_log2, tokens);
+            t += WARPS;
+            __syncwarp();
+            if (t < last_tile) {
+                load_stationary(tile, head, t * TILE, lane);
+                cp_async_commit();
+            }
+            task.write_sums(head);
+            cp_async_wait<0>();
+            __syncwarp();
+        }
+    } else {
+        // Warps without a tile only help to load: their Task is of zeros and writes nothing.
+        if (t >= last_tile) {
+            t = first_tile;
+            load_stationary(tile, head, t * TILE, lane);
+            cp_async_commit();
+        }
+        cp_async_wait<0>();
+        __syncthreads();
+        Task task(tile, t * TILE, head);
+#pragma unroll 1
+        for (int first = 0, stage = 0; first < tokens; first += CHUNK) {
+            const int next = first + CHUNK, next_stage = (stage + 1) % STAGES;
+            if (STAGES > 1 && next < tokens) {
+                load_moving(chunks + next_stage * MOVING, chunk_rows + next_stage * CHUNK, head, next);
+                cp_async_commit();
+            }
+            task.steps(chunks + stage * MOVING, chunk_rows + stage * CHUNK, scale_log2, tokens - first);
+            __syncthreads();
+            if (STAGES == 1 && next < tokens) {
+                load_moving(chunks, chunk_rows, head, next);
+                cp_async_commit();
+            }
+            cp_async_wait<0>();
+            __syncthreads();
+            stage = next_stage;
+        }
+        if (first_tile + warp < last_tile) {
+            task.write_sums(head);
+        }
+    }
+}
+
+// The pairs of all queries, padded to whole steps: rows (BH, round_up(tokens, 16), 2) = (lse log2 e,
+// rowsum(d_out out)). One score alone has P = 1 whatever it is: its lse is given as 0, and its scale, too.
+// Grid: 1-D, bh * blocks_per_head + block of 16 * COPY tokens. Block: 128: thread t takes COPY tokens of the
+// t % 16-th and every eighth channel from the t / 16-th. Every element of rows is written by one thread.
+extern "C" __global__ void __launch_bounds__(128)
+    psa_backward_rows(const T* __restrict__ d_out, const T* __restrict__ out, const Sum* __restrict__ lse,
+                      Sum* __restrict__ rows, int tokens, int blocks_per_head) {
+    constexpr int GROUPS = 8, TOKENS = 16 * COPY;
+    __shared__ Sum partial[GROUPS][TOKENS];
+    const long long bh = blockIdx.x / blocks_per_head;
+    const int first = static_cast<int>(blockIdx.x % blocks_per_head) * TOKENS;
+    const int place = threadIdx.x % 16 * COPY, group = threadIdx.x / 16;
+    Sum sum[COPY] = {};
+    if (first + place < tokens) {
+        const long long head = bh * VALUE_DIM * tokens + first + place;
+#pragma unroll 8
+        for (int channel = group; channel < VALUE_DIM; channel += GROUPS) {
+            const long long at = head + static_cast<long long>(channel) * tokens;
+            const auto x = load_vector<COPY>(out + at), y = load_vector<COPY>(d_out + at);
+#pragma unroll
+            for (int i = 0; i < COPY; ++i) {
+                sum[i] = multiply_add(to_float(x.at[i]), to_float(y.at[i]), sum[i]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < COPY; ++i) {
+        partial[group][place + i] = sum[i];
+    }
+    __syncthreads();
+    const int padded = round_up(tokens, STEP), place_of_row = threadIdx.x;
+    if (place_of_row < TOKENS && first + place_of_row < padded) {
+        const int token = first + place_of_row;
+        Sum delta = 0;
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) {
+            delta += partial[i][place_of_row];
+        }
+        Row row = {NO_QUERY, 0};
+        if (token < tokens) {
+            row = {tokens == 1 ? Sum(0) : lse[bh * tokens + token] * Sum(LOG2_E), delta};
+        }
+        reinterpret_cast<Row*>(rows)[bh * padded + token] = row;
+    }
+}

@@ -1,0 +1,210 @@
+"""The portable fused backward (mma.sync, sm_80 and later): which problems it takes, and its plan.
+
+The kernels are in kernels_cu/psa_backward.cu, whose header tells the design: one launch for what a row of
+scores needs (lse, delta), one that owns d_k and d_v, one that owns d_q. Here the sizes are chosen: warps per
+block, and whether the other side of a head stays in shared memory or passes through it in chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from psa_cupy.geometry import PSAGeometry
+from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch
+from psa_cupy.passes.descriptor import PSAProblem
+
+NAME = "portable"
+
+_FILE = "psa_backward.cu"
+_TOKENS = 16
+"""Tokens of a warp's tile and of a step (the kernel's TILE and STEP)."""
+_REGISTERS = 65536
+"""Of a multiprocessor."""
+_RESERVED_SHARED_BYTES = 1024
+"""What CUDA takes of a multiprocessor's shared memory for each block."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block is made up: compile-time choices of the kernel."""
+
+    warps: int
+    blocks_per_multiprocessor: int
+    chunk: int
+    """Moving tokens that are in shared memory together, a multiple of 16."""
+    stages: int
+    """Chunks there is room for."""
+    resident: bool
+    """Whether the one chunk holds all tokens."""
+    stationary_in_registers: bool
+    """Whether a warp holds its own operands in registers; else it reads them again in each step."""
+
+
+def supports(problem: PSAProblem, device: Device) -> bool:
+    """Whether the kernels take the problem: any whose tiles fit into shared memory, from sm_80 on."""
+    return device.capability >= (8, 0) and all(choose_tile(problem, device, keys) for keys in (True, False))
+
+
+def plan(problem: PSAProblem, device: Device) -> Plan:
+    """The launches of psa_backward: operands d_out, qkv, out, lse, d_qkv, and d_v_branch if there is one."""
+    if problem.geometry.is_empty:
+        return Plan()
+    tiles = [choose_tile(problem, device, keys) for keys in (True, False)]
+    return plan_with_tiles(problem, device, *tiles)
+
+
+def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
+    """The tile of the key or the query tasks: the first of a list, best first, that fits; None if none does."""
+    whole = _round_up(problem.geometry.tokens, _TOKENS)
+    registers = _registers(problem, keys, stationary=True)
+    in_registers = registers <= 255
+    if not in_registers:
+        registers = _registers(problem, keys, stationary=False)
+    candidates = []
+    for blocks in (2, 1):
+        most_warps = min(16, _REGISTERS // (blocks * 32 * min(_round_up(registers, 8), 255)))
+        for warps in (13, 9, 8):
+            if warps <= most_warps:
+                candidates.append(Tile(warps, blocks, whole, 1, True, in_registers))
+        for warps in (8, 4):
+            if warps <= most_warps:
+                candidates.append(Tile(warps, blocks, min(64, whole), 2, False, in_registers))
+    candidates += [Tile(w, 1, _TOKENS, stages, False, in_registers) for w in (4, 2, 1) for stages in (2, 1)]
+    return next((tile for tile in candidates if _fits(problem, device, tile, keys)), None)
+
+
+def plan_with_tiles(problem: PSAProblem, device: Device, key_tile: Tile, query_tile: Tile) -> Plan:
+    """`plan` with tiles of the caller's choice (benchmarks compare them)."""
+    geometry = problem.geometry
+    accumulator = _accumulator(problem)
+    rows = Scratch("rows", (geometry.bh, _round_up(geometry.tokens, _TOKENS), 2), accumulator)
+    launches = (
+        _rows_launch(problem, rows, _constants(problem, query_tile, keys=False)),
+        _tasks_launch(problem, device, rows, key_tile, keys=True),
+        _tasks_launch(problem, device, rows, query_tile, keys=False),
+    )
+    return Plan(launches, (rows,))
+
+
+def _rows_launch(problem: PSAProblem, rows: Scratch, constants: tuple) -> Launch:
+    tokens = problem.geometry.tokens
+    tokens_per_block = 16 * _copy_bytes(problem) // problem.dtype.itemsize
+    blocks_per_head = -(-_round_up(tokens, _TOKENS) // tokens_per_block)
+    return Launch(
+        kernel=_kernel("psa_backward_rows", constants),
+        grid=(problem.geometry.bh * blocks_per_head, 1, 1),
+        block=(128, 1, 1),
+        arguments=(
+            Operand("d_out"),
+            Operand("out"),
+            Operand("lse"),
+            Operand(rows.name),
+            np.int32(tokens),
+            np.int32(blocks_per_head),
+        ),
+    )
+
+
+def _tasks_launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys: bool) -> Launch:
+    geometry = problem.geometry
+    tiles = -(-geometry.tokens // _TOKENS)
+    tiles_per_block = _tiles_per_block(tiles, geometry.bh, device, tile) if tile.resident else tile.warps
+    blocks_per_head = -(-tiles // tiles_per_block)
+    real = _accumulator(problem).type
+    scale = problem.scale
+    # The softmax of one score is 1, exactly: the kernel is told a score of 0 (and the rows, an lse of 0).
+    scale_log2 = scale * math.log2(math.e) if geometry.tokens > 1 else 0.0
+    return Launch(
+        kernel=_kernel("psa_backward", _constants(problem, tile, keys)),
+        grid=(geometry.bh * blocks_per_head, 1, 1),
+        block=(32 * tile.warps, 1, 1),
+        arguments=(
+            Operand("d_out"),
+            Operand("qkv"),
+            Operand(rows.name),
+            Operand("d_v_branch" if problem.branch else "d_out"),  # read only with a branch
+            Operand("d_qkv"),
+            np.int32(geometry.tokens),
+            np.int32(blocks_per_head),
+            np.int32(tiles_per_block),
+            real(scale_log2),
+            real(scale),
+        ),
+        shared_bytes=_shared_bytes(problem, tile, keys),
+    )
+
+
+def _constants(problem: PSAProblem, tile: Tile, keys: bool) -> tuple:
+    return (
+        ("T", problem.dtype),
+        ("KEY_DIM", problem.geometry.key_dim),
+        ("VALUE_DIM", problem.geometry.value_dim),
+        ("KEYS", keys),
+        ("WARPS", tile.warps),
+        ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
+        ("CHUNK", tile.chunk),
+        ("STAGES", tile.stages),
+        ("RESIDENT", tile.resident),
+        ("STATIONARY_IN_REGISTERS", tile.stationary_in_registers),
+        ("COPY_BYTES", _copy_bytes(problem)),
+        ("BRANCH", problem.branch and keys),
+        ("ACCUMULATE", problem.accumulate),
+    )
+
+
+def _kernel(entry: str, constants: tuple) -> Kernel:
+    return Kernel(_FILE, entry, constants, min_capability=(8, 0))
+
+
+def _copy_bytes(problem: PSAProblem) -> int:
+    """The widest copy, at most 16 bytes, that divides every row and so every address."""
+    itemsize = problem.dtype.itemsize
+    if not problem.aligned:
+        return itemsize
+    return max(size for size in (16, 8, 4, 2) if size == itemsize or problem.geometry.tokens * itemsize % size == 0)
+
+
+def _accumulator(problem: PSAProblem) -> np.dtype:
+    return np.dtype(np.float64 if problem.dtype == np.float64 else np.float32)
+
+
+def _tiles_per_block(tiles: int, heads: int, device: Device, tile: Tile) -> int:
+    """Few enough that blocks fill the device, and as many as that allows: each block loads the whole head."""
+    slots = device.multiprocessors * tile.blocks_per_multiprocessor
+    blocks = min(-(-tiles // tile.warps), max(1, slots // heads))
+    return -(-tiles // blocks)
+
+
+def _registers(problem: PSAProblem, keys: bool, stationary: bool) -> int:
+    """An estimate of a thread's registers: sums, operands if held, one step's scores, and addresses."""
+    geometry: PSAGeometry = problem.geometry
+    itemsize = problem.dtype.itemsize
+    words = 2 if itemsize == 8 else 1
+    key_columns, value_columns = -(-geometry.key_dim // 8), -(-geometry.value_dim // 8)
+    sums = 4 * words * (key_columns + (value_columns if keys else 0))
+    # In 32-bit words a thread holds of 16 tokens x 16 channels: 4 of 16-bit types; float32 in two parts.
+    held = {2: 4, 4: 16, 8: 16}[itemsize] * (-(-geometry.key_dim // 16) + -(-geometry.value_dim // 16))
+    return sums + (held if stationary else 0) + 40 * words + (16 if itemsize == 4 else 0)
+
+
+def _fits(problem: PSAProblem, device: Device, tile: Tile, keys: bool) -> bool:
+    whole = device.shared_bytes + _RESERVED_SHARED_BYTES
+    room = whole // tile.blocks_per_multiprocessor - _RESERVED_SHARED_BYTES
+    return _shared_bytes(problem, tile, keys) <= room
+
+
+def _shared_bytes(problem: PSAProblem, tile: Tile, keys: bool) -> int:
+    """The kernel's shared memory: chunks of moving tokens, their rows' pairs, a stationary tile per warp."""
+    itemsize = problem.dtype.itemsize
+    unit = 16 if itemsize == 2 else 8
+    channels = _round_up(problem.geometry.key_dim, unit) + _round_up(problem.geometry.value_dim, unit)
+    pitch = tile.chunk + (4 if itemsize == 8 else 8)
+    pairs = 2 * _accumulator(problem).itemsize * tile.stages * tile.chunk if keys else 0
+    return channels * itemsize * (tile.stages * pitch + tile.warps * _TOKENS) + pairs
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
