@@ -35,7 +35,8 @@ def _mode_of_environment() -> str | None:
     return _MODES[value]
 
 
-_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar("cpu_kernels", default=_mode_of_environment())
+_DEFAULT = _mode_of_environment()
+_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar("cpu_kernels", default=_DEFAULT)
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def cpu_kernels(checked: bool = False) -> Iterator[None]:
 
     Needs a C++ compiler; each kernel is compiled once and kept in a cache folder (`PSA_CUPY_CACHE_DIR`, or
     `psa_cupy` in the user's cache folder). The environment variable `PSA_CUPY_CPU_KERNELS` set to ``1`` or
-    ``checked`` does the same for a whole process. The setting belongs to the current context (thread or task).
+    ``checked`` does the same for a whole process. The setting belongs to the current context: a thread, a task.
 
     Parameters
     ----------
@@ -68,6 +69,7 @@ def cpu_kernels(checked: bool = False) -> Iterator[None]:
     >>> with psa_cupy.cpu_kernels():                   # doctest: +SKIP
     ...     psa_cupy.psa_forward(qkv, 1).out.shape
     (1, 64, 2, 3)
+
     """
     token = _mode.set("checked" if checked else "plain")
     try:
@@ -95,5 +97,5 @@ def run(
 
 
 def precompile(kernels: Iterable[Kernel], checked: bool = False, workers: int | None = None) -> None:
-    """Compiles many kernels at once, `workers` (all processors) at a time, so that later runs find them cached."""
+    """Fills the cache: compiles many kernels, `workers` (by default, all processors) of them at a time."""
     _compile.compile_all([source.render(kernel) for kernel in kernels], checked, workers)

@@ -68,11 +68,13 @@ def build_kernels(text: str, checked: bool) -> pathlib.Path:
     ------
     RuntimeError
         If there is no C++ compiler, or it does not accept the text; the message holds what it said.
+
     """
     runtime = build_runtime()
     flags = (*_flags(), *(_CHECKED if checked else ()), "-include", "cuda_on_cpu.h")
     links = ("-Wl,-Bsymbolic", "-Wl,-rpath,$ORIGIN", str(runtime))
-    return _build("checked" if checked else "kernels", as_cpp(text), flags, links, _key(text, flags, runtime.name))
+    kind = "checked" if checked else "kernels"
+    return _build(kind, as_cpp(text), flags, links, _key(text, flags, runtime.name))
 
 
 @functools.cache
@@ -111,7 +113,9 @@ def compile_all(texts: Iterable[str], checked: bool, workers: int | None = None)
 _COMMENT_OR_STRING = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"'
 _ALIGNMENT = r"(?:alignas|__align__)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)"
 _SHARED = re.compile(
-    rf"{_COMMENT_OR_STRING}|(?P<extern>\bextern\s+)?(?:{_ALIGNMENT}\s*)?\b__shared__\b(?P<declaration>[^;={{}}]*);", re.DOTALL
+    rf"{_COMMENT_OR_STRING}|(?P<extern>\bextern\s+)?(?:{_ALIGNMENT}\s*)?"
+    r"\b__shared__\b(?P<declaration>[^;={}]*);",
+    re.DOTALL,
 )
 _KERNEL = re.compile(
     rf"{_COMMENT_OR_STRING}|\b__global__\s+(?:void\s+)?"
@@ -122,7 +126,7 @@ _VARIABLE = re.compile(r"(?P<type>.*?)\b(?P<name>\w+)\s*(?P<dimensions>(?:\[[^\]
 
 
 def as_cpp(text: str) -> str:
-    """The text with its shared memory declarations as macros of language.h, and its kernels' doors behind it."""
+    """The text with shared memory declarations as macros of language.h, and the doors of its kernels."""
     doors = "".join(f"CUDA_ON_CPU_ENTRY({name})\n" for name in kernel_names(text))
     return _SHARED.sub(_shared_as_macro, text) + f'\n#line 1 "doors of the kernels"\n{doors}'
 
@@ -138,22 +142,19 @@ def _shared_as_macro(match: re.Match) -> str:
     declaration, alignment = match["declaration"], match[2]
     if inner := re.search(_ALIGNMENT, declaration):
         declaration, alignment = declaration.replace(inner[0], " "), inner[1]
-    first, *others = _split_at_commas(declaration)
-    variable = _VARIABLE.match(first.strip())
-    if variable is None or not variable["type"].strip():
+    variables = [_VARIABLE.match(variable.strip()) for variable in _split_at_commas(declaration)]
+    if not all(variables) or not variables[0]["type"].strip():
         return match[0]  # the compiler will stop at the macro __shared__, in this line
-    macros = [_macro(match["extern"], alignment, variable["type"], variable["name"], variable["dimensions"])]
-    for other in others:
-        further = _VARIABLE.match(other.strip())
-        macros.append(_macro(match["extern"], alignment, variable["type"], further["name"], further["dimensions"]))
+    type_ = " ".join(variables[0]["type"].split())
+    macros = [_macro(bool(match["extern"]), alignment or "1", type_, variable) for variable in variables]
     return "; ".join(macros) + ";" + "\n" * match[0].count("\n")
 
 
-def _macro(extern: str | None, alignment: str | None, type_: str, name: str, dimensions: str) -> str:
-    type_ = " ".join(type_.split())
-    if extern:
-        return f"CUDA_ON_CPU_DYNAMIC_SHARED({alignment or 1}, {name}, {type_})"
-    return f"CUDA_ON_CPU_SHARED({alignment or 1}, {name}, {' '.join(dimensions.split())}, {type_})"
+def _macro(dynamic: bool, alignment: str, type_: str, variable: re.Match) -> str:
+    if dynamic:
+        return f"CUDA_ON_CPU_DYNAMIC_SHARED({alignment}, {variable['name']}, {type_})"
+    dimensions = " ".join(variable["dimensions"].split())
+    return f"CUDA_ON_CPU_SHARED({alignment}, {variable['name']}, {dimensions}, {type_})"
 
 
 def _split_at_commas(declaration: str) -> list[str]:
@@ -191,13 +192,14 @@ def _instruction_sets() -> tuple[str, ...]:
 
 @functools.cache
 def _headers_and_runtime() -> str:
-    files = [*sorted((_HERE / "include").glob("*.h")), *sorted((_HERE / "runtime").glob("*.h")), *_RUNTIME_SOURCES]
-    return "".join(file.read_text() for file in files)
+    headers = [*sorted((_HERE / "include").glob("*.h")), *sorted((_HERE / "runtime").glob("*.h"))]
+    return "".join(file.read_text() for file in [*headers, *_RUNTIME_SOURCES])
 
 
 @functools.cache
 def _compiler_version(command: str) -> str:
-    return subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False).stdout
+    asked = [*shlex.split(command), "--version"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout
 
 
 def _found_compiler() -> str:
@@ -237,7 +239,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def _is_whole(library: pathlib.Path) -> bool:
-    """Whether the file is what was built: it ends in the digest of the rest. (A cut one could end the process.)"""
+    """Whether the file is what was built, ending in the digest of the rest: loading a cut one is fatal."""
     try:
         contents = library.read_bytes()
     except FileNotFoundError:

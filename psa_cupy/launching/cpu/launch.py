@@ -1,4 +1,4 @@
-"""Runs a plan's launches on the CPU: arrays into guarded memory, arguments checked, launches in order, results back."""
+"""Runs a plan's launches on the CPU: arrays into guarded memory, launch after launch, results back."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def run(
         If a launch does not fit its kernel's parameters or the device.
     RuntimeError
         If the C++ compiler is missing or does not accept the text.
+
     """
     with _LOCK, _in_guarded_memory(plan, operands) as memory:
         for launch in plan.launches:
@@ -162,34 +163,42 @@ def _launch(launch: Launch, memory: dict[str, _GuardedArray], checked: bool, tex
 
 def _check_shape(launch: Launch) -> None:
     name = launch.kernel.entry
-    if launch.kernel.arch is not None or any(isinstance(argument, TensorMap) for argument in launch.arguments):
+    takes_tensor_maps = any(isinstance(argument, TensorMap) for argument in launch.arguments)
+    if launch.kernel.arch is not None or takes_tensor_maps:
         raise ValueError(
             f"{name}: the CPU does not execute kernels that are for one architecture ({launch.kernel.arch}) "
             "or take tensor maps; expected the portable variant"
         )
     if min(launch.grid) < 1 or min(launch.block) < 1 or np.prod(launch.block) > _MAX_THREADS:
         raise ValueError(
-            f"{name}: grid {launch.grid} and block {launch.block}, expected at least 1 everywhere and at most "
-            f"{_MAX_THREADS} threads in a block"
+            f"{name}: grid {launch.grid} and block {launch.block}, expected at least 1 everywhere "
+            f"and at most {_MAX_THREADS} threads in a block"
         )
     if launch.grid[0] >= 2**31 or max(launch.grid[1:]) > 65535:
         raise ValueError(f"{name}: grid {launch.grid}, expected at most 2**31 - 1, 65535, 65535")
     if launch.shared_bytes > DEVICE.shared_bytes:
-        raise ValueError(f"{name}: {launch.shared_bytes} bytes of shared memory, expected at most {DEVICE.shared_bytes}")
+        raise ValueError(
+            f"{name}: {launch.shared_bytes} bytes of shared memory, expected at most {DEVICE.shared_bytes}"
+        )
 
 
 class _Arguments:
     """The arguments of a launch as a kernel takes them: an array of their addresses."""
 
-    def __init__(self, name: str, types: list[str], values: tuple[object, ...], memory: dict[str, _GuardedArray]) -> None:
+    def __init__(
+        self, name: str, types: list[str], values: tuple[object, ...], memory: dict[str, _GuardedArray]
+    ) -> None:
         if len(values) != len(types):
             raise TypeError(f"{name}: {len(values)} arguments, the kernel takes {len(types)}")
-        self._kept = [_argument(f"{name}: argument {i}", *pair, memory) for i, pair in enumerate(zip(types, values, strict=True))]
+        self._kept = [
+            _argument(f"{name}: argument {i}", type_, value, memory)
+            for i, (type_, value) in enumerate(zip(types, values, strict=True))
+        ]
         self.pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in self._kept))
 
 
 def _argument(what: str, type_: str, value: object, memory: dict[str, _GuardedArray]) -> ctypes.Array:
-    """The bytes of one argument, checked against the parameter's type: a NumPy name, or "*" and an element's."""
+    """The bytes of one argument. `type_` is the parameter's: a NumPy name, or "*" and an element's."""
     if isinstance(value, Operand):
         guarded = memory[value.name]
         if not type_.startswith("*"):

@@ -32,7 +32,10 @@ BOTH = pytest.mark.parametrize("checked", [False, True])
 @BOTH
 def test_a_read_past_the_end(checked):
     message = report_of("    y[i] = x[i + 1];  // FAULT\n", checked=checked)
-    assert "read out of bounds: element 64 of x, which has 64, by thread (63, 0, 0) of block (0, 0, 0)" in message
+    assert (
+        "read out of bounds: element 64 of x, which has 64, by thread (63, 0, 0) of block (0, 0, 0)"
+        in message
+    )
 
 
 @BOTH
@@ -53,17 +56,23 @@ def test_a_write_just_before_the_beginning_is_seen_after_the_launch():
 
 def test_a_write_into_the_padding_is_seen_after_the_launch():
     arrays = dict(x=np.ones(64, np.float32), y=floats(62))  # 248 bytes: the guard page begins 8 bytes later
-    assert "write out of bounds, just before or after y" in report_of("    y[i] = x[i];\n", checked=False, **arrays)
+    assert "write out of bounds, just before or after y" in report_of(
+        "    y[i] = x[i];\n", checked=False, **arrays
+    )
 
 
 @BOTH
 def test_past_a_shared_array(checked):
-    message = report_of("    __shared__ float tile[64];\n    (&tile[0])[i + 1] = 1;  // FAULT\n", checked=checked)
+    message = report_of(
+        "    __shared__ float tile[64];\n    (&tile[0])[i + 1] = 1;  // FAULT\n", checked=checked
+    )
     assert "write out of bounds: element 64 of shared memory tile, which has 64" in message
 
 
 def test_an_index_out_of_a_row():
-    assert "index 8 out of an array's bounds" in report_of("    __shared__ float tile[8][8];\n    tile[1][i] = 1;  // FAULT\n")
+    assert "index 8 out of an array's bounds" in report_of(
+        "    __shared__ float tile[8][8];\n    tile[1][i] = 1;  // FAULT\n"
+    )
 
 
 @BOTH
@@ -73,10 +82,19 @@ def test_a_wild_address(checked):
 
 
 def test_a_race_for_want_of_a_barrier():
-    message = report_of("    __shared__ float tile[64];\n    tile[i] = x[i];\n    y[i] = tile[i ^ 32];  // FAULT\n")
-    assert "read of shared memory that this block has not written: element 32 of shared memory tile" in message
-    message = report_of("    __shared__ float tile[64];\n    tile[i] = x[i];\n    y[i] = tile[i & 32];  // FAULT\n")
-    assert "race: read of what another thread wrote, with no barrier between: element 0 of shared memory tile" in message
+    message = report_of(
+        "    __shared__ float tile[64];\n    tile[i] = x[i];\n    y[i] = tile[i ^ 32];  // FAULT\n"
+    )
+    assert (
+        "read of shared memory that this block has not written: element 32 of shared memory tile" in message
+    )
+    message = report_of(
+        "    __shared__ float tile[64];\n    tile[i] = x[i];\n    y[i] = tile[i & 32];  // FAULT\n"
+    )
+    assert (
+        "race: read of what another thread wrote, with no barrier between: element 0 of shared memory tile"
+        in message
+    )
     assert "by thread (1, 0, 0) of block (0, 0, 0)" in message
     assert "after thread (0, 0, 0) of block (0, 0, 0) at test.cu:4" in message
 
@@ -98,8 +116,16 @@ def test_a_write_over_what_others_read():
 def test_a_race_within_a_warp():
     body = "    __shared__ float tile[64];\n    tile[i] = x[i];\n    SYNC\n    y[i] = tile[i / 32 * 32];  // FAULT\n"
     assert "race: read of what another thread wrote" in report_of(body.replace("SYNC", ";"))
-    assert "race: read of what another thread wrote" in report_of(body.replace("SYNC", "__shfl_sync(~0u, i, 0);"))
-    run_text(HEAD + body.replace("SYNC", "__syncwarp();") + "}", block=64, checked=True, x=np.ones(64, np.float32), y=floats(64))
+    assert "race: read of what another thread wrote" in report_of(
+        body.replace("SYNC", "__shfl_sync(~0u, i, 0);")
+    )
+    run_text(
+        HEAD + body.replace("SYNC", "__syncwarp();") + "}",
+        block=64,
+        checked=True,
+        x=np.ones(64, np.float32),
+        y=floats(64),
+    )
 
 
 def test_syncwarp_orders_only_the_lanes_of_its_mask():
@@ -124,7 +150,9 @@ def test_blocks_that_write_one_address():
 
 
 def test_blocks_that_read_what_another_writes():
-    assert "race between blocks: read of" in report_of("    if (i == 0) y[blockIdx.x] = y[0];  // FAULT\n", grid=2)
+    assert "race between blocks: read of" in report_of(
+        "    if (i == 0) y[blockIdx.x] = y[0];  // FAULT\n", grid=2
+    )
     message = report_of("    if (i < 2) x[blockIdx.x * 2 + i] = x[i * 2] + 1;  // FAULT\n", grid=2)
     assert "race between blocks" in message
 
@@ -137,9 +165,14 @@ def test_a_write_over_what_two_earlier_blocks_read():
 def test_atomic_and_plain_access_between_blocks():
     body = "    if (blockIdx.x == 0) { if (i == 0) atomicAdd(y, 1.0f); }\n    else y[i] = 1;  // FAULT\n"
     message = report_of(body, grid=2)
-    assert "race between blocks: write over what another block of the launch changed by an atomic function" in message
+    assert (
+        "race between blocks: write over what another block of the launch changed by an atomic function"
+        in message
+    )
     body = "    if (blockIdx.x == 0) y[i] = 1;\n    else atomicAdd(y, 1.0f);  // FAULT\n"
-    assert "race between blocks: atomic function on what another block of the launch wrote" in report_of(body, grid=2)
+    assert "race between blocks: atomic function on what another block of the launch wrote" in report_of(
+        body, grid=2
+    )
 
 
 def test_atomic_and_plain_access_within_a_block():
@@ -147,14 +180,19 @@ def test_atomic_and_plain_access_within_a_block():
     assert "race: atomic function on what another thread wrote" in report_of(body.replace("SYNC", ";"))
     fixed = body.replace("SYNC", "__syncthreads();")
     run_text(HEAD + fixed + "}", block=64, checked=True, x=floats(1), y=floats(1))
-    message = report_of(fixed.replace("// FAULT", "").replace("atomic", "if (i == 63) atomic") + "    y[i] = count;  // FAULT\n")
+    message = report_of(
+        fixed.replace("// FAULT", "").replace("atomic", "if (i == 63) atomic")
+        + "    y[i] = count;  // FAULT\n"
+    )
     assert "race: read of what another thread changed by an atomic function" in message
 
 
 def test_shared_memory_that_nobody_wrote():
     body = "    __shared__ float tile[65];\n    tile[i] = x[i];\n    __syncthreads();\n    y[i] = tile[i + 1];  // FAULT\n"
     message = report_of(body)
-    assert "read of shared memory that this block has not written: element 64 of shared memory tile" in message
+    assert (
+        "read of shared memory that this block has not written: element 64 of shared memory tile" in message
+    )
 
 
 def test_shared_memory_does_not_survive_its_block():
@@ -227,7 +265,10 @@ def test_a_misaligned_ldmatrix(checked):
 def test_a_misaligned_vector_access():
     body = "    const float2 pair = *(const float2*)&x[i + 1];  // FAULT\n    y[i] = pair.x + pair.y;\n"
     message = report_of(body)
-    assert "misaligned access: element 1 of x, which has 64, as a type that needs 8 bytes of alignment" in message
+    assert (
+        "misaligned access: element 1 of x, which has 64, as a type that needs 8 bytes of alignment"
+        in message
+    )
 
 
 @BOTH
@@ -246,18 +287,24 @@ def test_two_barriers_at_once(checked):
 
 @BOTH
 def test_a_mask_that_leaves_the_caller_out(checked):
-    assert "the calling lane is not in the mask" in report_of("    __syncwarp(0xffffu);  // FAULT\n", checked=checked)
+    assert "the calling lane is not in the mask" in report_of(
+        "    __syncwarp(0xffffu);  // FAULT\n", checked=checked
+    )
 
 
 @BOTH
 def test_a_mask_that_names_lanes_that_do_not_come(checked):
-    message = report_of("    if (i % 32 < 16) y[i] = __shfl_xor_sync(~0u, x[i], 1);  // FAULT\n", checked=checked)
+    message = report_of(
+        "    if (i % 32 < 16) y[i] = __shfl_xor_sync(~0u, x[i], 1);  // FAULT\n", checked=checked
+    )
     assert "warp divergence" in message and "waits for the lanes ffffffff of its warp" in message
 
 
 @BOTH
 def test_masks_that_do_not_agree(checked):
-    message = report_of("    y[i] = __shfl_xor_sync(i % 32 < 16 ? ~0u : 0xffff0001u, x[i], 1);  // FAULT\n", checked=checked)
+    message = report_of(
+        "    y[i] = __shfl_xor_sync(i % 32 < 16 ? ~0u : 0xffff0001u, x[i], 1);  // FAULT\n", checked=checked
+    )
     assert "warp divergence" in message and "meets lane" in message
 
 
@@ -292,7 +339,9 @@ def test_the_line_is_the_kernels_and_the_helpers():
 def test_a_fault_leaves_the_runtime_usable(checked):
     for _ in range(3):
         report_of("    y[i + 1] = x[i];  // FAULT\n", checked=checked)
-        x, y = run_text(HEAD + "y[i] = x[i];}", block=64, checked=checked, x=np.ones(64, np.float32), y=floats(64))
+        x, y = run_text(
+            HEAD + "y[i] = x[i];}", block=64, checked=checked, x=np.ones(64, np.float32), y=floats(64)
+        )
         assert (y == 1).all()
 
 

@@ -59,11 +59,19 @@ def test_from_float_rounds_to_nearest_even(type_, function):
         halfway = (values[:-1] + values[1:]) / 2  # ties, and their neighbours on both sides
         near = [np.nextafter(halfway, np.float32(sign * np.inf), dtype=np.float32) for sign in (-1, 1)]
         anything = random.integers(0, 2**32, 60000, dtype=np.uint32).view(np.float32)
-        x = np.concatenate([values, halfway, *near, anything, [65519.996, 65520, 2**-25, 3e38, -0.0]]).astype(np.float32)
+        x = np.concatenate([values, halfway, *near, anything, [65519.996, 65520, 2**-25, 3e38, -0.0]]).astype(
+            np.float32
+        )
         x = np.concatenate([x, np.zeros(-len(x) % 256, np.float32)])
         expected = x.astype(dtype)
     y = np.zeros(len(x), dtype)
-    run_text(FROM_FLOAT.replace("FUNCTION", function).replace("T*", f"{type_}*"), grid=len(x) // 256, block=256, x=x, y=y)
+    run_text(
+        FROM_FLOAT.replace("FUNCTION", function).replace("T*", f"{type_}*"),
+        grid=len(x) // 256,
+        block=256,
+        x=x,
+        y=y,
+    )
     with np.errstate(all="ignore"):
         matches = same(y.astype(np.float32), expected.astype(np.float32))
     assert matches.all(), (x[~matches][:5], y[~matches][:5], expected[~matches][:5])

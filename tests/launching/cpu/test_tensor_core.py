@@ -53,8 +53,13 @@ def test_mma_m16n8k8_tf32(checked):
     }
     """
     random = np.random.default_rng(4)
-    a, b = random.standard_normal((16, 8)).astype(np.float32), random.standard_normal((8, 8)).astype(np.float32)
-    *_, d = run_text(text, block=32, checked=checked, a=a, b_transposed=np.ascontiguousarray(b.T), d=floats(16, 8))
+    a, b = (
+        random.standard_normal((16, 8)).astype(np.float32),
+        random.standard_normal((8, 8)).astype(np.float32),
+    )
+    *_, d = run_text(
+        text, block=32, checked=checked, a=a, b_transposed=np.ascontiguousarray(b.T), d=floats(16, 8)
+    )
     exact = rounded_to_tf32(a).astype(np.float64) @ rounded_to_tf32(b)
     assert np.abs(d - exact).max() <= 2**-24 * np.abs(exact).max()
     assert np.abs(d - a.astype(np.float64) @ b).max() > 2**-14  # it did round
@@ -97,7 +102,9 @@ def test_ldmatrix(transposed, checked):
     """
     function = "ldmatrix_x4_trans" if transposed else "ldmatrix_x4"
     x = np.arange(256, dtype=np.uint16).reshape(16, 16)
-    _, y = run_text(text.replace("LDMATRIX", function), block=32, checked=checked, x=x, y=np.zeros((32, 4, 2), np.uint16))
+    _, y = run_text(
+        text.replace("LDMATRIX", function), block=32, checked=checked, x=x, y=np.zeros((32, 4, 2), np.uint16)
+    )
     for i, matrix in enumerate([x[:8, :8], x[8:, :8], x[:8, 8:], x[8:, 8:]]):
         seen = y[:, i].reshape(8, 8)  # lane l holds row l / 4 and two columns
         assert np.array_equal(seen, matrix.T if transposed else matrix)
