@@ -7,17 +7,17 @@
 // so
 //          that channels padded to what wgmma wants and tokens past N arrive as zeros. N % 8 == 0.
 //          out (BH, VALUE_DIM, N), lse (BH, N).
-// Items    One item = one bh and 64 * WARPGROUPS queries; item = bh * tiles + tile. Block b takes the items
-// b,
-//          b + gridDim.x, ... : with as many blocks as items each takes one; with fewer, blocks stay and
-//          their copies run ahead into the next item.
-// Block    128 * WARPGROUPS threads. A warpgroup owns 64 queries, a warp 16, a thread two (lane / 4 and 8
-// more). Shared   A ring of STAGES boxes, each 64 keys of K (KEY_ROWS x 64) and V (VALUE_ROWS x 64); one tile
-// of Q for
-//          each warpgroup (KEY_ROWS x 64); mbarriers. All tiles with the 128-byte swizzle.
-// Copies   Thread 0 asks for every box; full[slot] counts its bytes. empty[slot] gets one arrival of each
-// warp
-//          when it has done with the box; REFILL_LAG boxes later thread 0 refills the slot.
+// Items    One item = one bh and 64 * Q_TILES queries; item = bh * tiles + tile. Block b takes the items b,
+//          b + gridDim.x, ... : with as many blocks as items each takes one; PERSISTENT, there may be fewer,
+//          and their copies run ahead into the next item.
+// Block    128 * WARPGROUPS threads. A warpgroup owns 64 queries, a warp 16, a thread two (lane / 4, 8 more).
+//          SPLIT_KEYS: all warpgroups own the same 64 queries and take turns over the keys, 64 at a time (so
+//          there must be as many boxes as warpgroups); their parts are put together at the end.
+// Shared   A ring of STAGES boxes (SPLIT_KEYS: one for each warpgroup), each box 64 keys of K (KEY_ROWS x 64)
+//          and V (VALUE_ROWS x 64); one tile of Q for each 64 queries (KEY_ROWS x 64); mbarriers. All tiles
+//          with the 128-byte swizzle.
+// Copies   One thread for each ring asks for every box; full[slot] counts its bytes. empty[slot] gets one
+//          arrival of each warp when it has done with the box; REFILL_LAG boxes later that thread refills it.
 // Compute  S (64 x 32 keys) = Q^T K with Q in registers and K as it is, transposed by the descriptor; P goes
 //          from the accumulators of S to the registers of operand A; O (64 x VALUE_ROWS) += P V^T. Two
 //          buffers of S: while one is turned into P, the tensor cores make the other one and add the previous
@@ -425,6 +425,9 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
             softmax.sum[h] = 0;
         }
         wgmma_wait<0>();
+        if (!EVERY_MAXIMUM && has_queries) {
+            step_maximum<true>(softmax.reference, s0, scale_log2, tokens - ring * BOX_TOKENS - lane % 4 * 2);
+        }
 
 #pragma unroll 1
         for (int box = 0; box + 1 < boxes; ++box) {
