@@ -33,7 +33,7 @@ constexpr int ROW_UNIT = sizeof(T) == 2 ? 16 : 8;       // channels in shared me
 constexpr int PITCH = CHUNK + (sizeof(T) == 8 ? 4 : 8);  // elements between channels: no bank conflicts
 constexpr int COPY = COPY_BYTES / sizeof(T);             // elements of one copy
 
-constexpr int round_up(int value, int unit) {
+__host__ __device__ constexpr int round_up(int value, int unit) {
     return (value + unit - 1) / unit * unit;
 }
 constexpr int KEY_ROWS = round_up(KEY_DIM, ROW_UNIT), VALUE_ROWS = round_up(VALUE_DIM, ROW_UNIT);

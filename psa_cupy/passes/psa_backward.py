@@ -21,8 +21,8 @@ NAME = "portable"
 _FILE = "psa_backward.cu"
 _TOKENS = 16
 """Tokens of a warp's tile and of a step (the kernel's TILE and STEP)."""
-_REGISTERS = 65536
-"""Of a multiprocessor."""
+_MAX_REGISTERS = 255
+"""Of a thread."""
 _RESERVED_SHARED_BYTES = 1024
 """What CUDA takes of a multiprocessor's shared memory for each block."""
 
@@ -59,20 +59,15 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
 def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
     """The tile of the key or the query tasks: the first of a list, best first, that fits; None if none does."""
     whole = _round_up(problem.geometry.tokens, _TOKENS)
-    registers = _registers(problem, keys, stationary=True)
-    in_registers = registers <= 255
-    if not in_registers:
-        registers = _registers(problem, keys, stationary=False)
-    candidates = []
-    for blocks in (2, 1):
-        most_warps = min(16, _REGISTERS // (blocks * 32 * min(_round_up(registers, 8), 255)))
-        for warps in (13, 9, 8):
-            if warps <= most_warps:
-                candidates.append(Tile(warps, blocks, whole, 1, True, in_registers))
-        for warps in (8, 4):
-            if warps <= most_warps:
-                candidates.append(Tile(warps, blocks, min(64, whole), 2, False, in_registers))
-    candidates += [Tile(w, 1, _TOKENS, stages, False, in_registers) for w in (4, 2, 1) for stages in (2, 1)]
+    held = _registers(problem, keys, stationary=True) <= _MAX_REGISTERS
+    registers = _registers(problem, keys, stationary=held)
+    candidates = [Tile(9, 2, whole, 1, True, held), Tile(8, 2, whole, 1, True, held)]
+    candidates += [Tile(12, 1, whole, 1, True, held), Tile(8, 1, whole, 1, True, held)]
+    chunk = min(64, whole)
+    candidates += [Tile(8, 2, chunk, 2, False, held), Tile(4, 2, chunk, 2, False, held)]
+    candidates += [Tile(8, 1, chunk, 2, False, held), Tile(4, 1, chunk, 2, False, held)]
+    candidates = [tile for tile in candidates if registers <= _registers_there_are(tile)]
+    candidates += [Tile(w, 1, _TOKENS, stages, False, held) for w in (4, 2, 1) for stages in (2, 1)]
     return next((tile for tile in candidates if _fits(problem, device, tile, keys)), None)
 
 
@@ -187,7 +182,13 @@ def _registers(problem: PSAProblem, keys: bool, stationary: bool) -> int:
     sums = 4 * words * (key_columns + (value_columns if keys else 0))
     # In 32-bit words a thread holds of 16 tokens x 16 channels: 4 of 16-bit types; float32 in two parts.
     held = {2: 4, 4: 16, 8: 16}[itemsize] * (-(-geometry.key_dim // 16) + -(-geometry.value_dim // 16))
-    return sums + (held if stationary else 0) + 40 * words + (16 if itemsize == 4 else 0)
+    return sums + (held if stationary else 0) + 36 * words + (16 if itemsize == 4 else 0)
+
+
+def _registers_there_are(tile: Tile) -> int:
+    """Registers a thread may have: a quarter of a multiprocessor has 16384, handed out by eights."""
+    warps_of_a_quarter = -(-tile.warps * tile.blocks_per_multiprocessor // 4)
+    return min(_MAX_REGISTERS, 16384 // (32 * warps_of_a_quarter) // 8 * 8)
 
 
 def _fits(problem: PSAProblem, device: Device, tile: Tile, keys: bool) -> bool:
