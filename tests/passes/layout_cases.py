@@ -60,6 +60,10 @@ def layout_problems(draw) -> LayoutProblem:
     )
 
 
+UNEVEN = LayoutProblem(1, 1, 36, 72, 1, 401, np.dtype(np.float64))
+"""Cut into several parts of which the last is shorter, in every pass and direction."""
+
+
 def assert_same_bits(got: np.ndarray, expected: np.ndarray) -> None:
     assert got.dtype == expected.dtype
     as_words = f"u{expected.dtype.itemsize}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.passes.extract_v import EXTRACT_V, extract_v, extract_v_backward
-from tests.passes.layout_cases import assert_same_bits, few, is_v, layout_problems, rounded_sum, v_of
+from tests.passes.layout_cases import UNEVEN, assert_same_bits, few, is_v, layout_problems, rounded_sum, v_of
 from tests.strategies import DTYPES
 
 
@@ -22,6 +22,7 @@ def test_worked_by_hand(executor):
 
 
 @few
+@example(UNEVEN)
 @given(layout_problems())
 def test_bits_and_zeros(executor, problem):
     geometry = problem.geometry
@@ -40,6 +41,7 @@ def test_bits_and_zeros(executor, problem):
 
 
 @few
+@example(UNEVEN)
 @given(layout_problems())
 def test_backward_adds_to_the_v_channels_of_a_given_target(executor, problem):
     geometry = problem.geometry

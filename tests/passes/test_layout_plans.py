@@ -15,6 +15,7 @@ from psa_cupy.passes.descriptor import PSAProblem
 from psa_cupy.passes.extract_v import EXTRACT_V
 from psa_cupy.passes.merge_attn import MERGE_ATTN
 from psa_cupy.passes.pack_qkv import PACK_QKV
+from tests.passes.layout_cases import UNEVEN
 
 BF16, F32, F64 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.float64))
 
@@ -82,6 +83,22 @@ def test_blocks_cover_every_matrix_exactly(dtype, tokens, key_dim, aligned, accu
             assert launch.block[0] * unroll >= patches_per_part * lanes
             assert launch.block[0] % 32 == 0
             assert launch.block[0] <= 2 * layout.THREADS
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_uneven_problem_is_uneven(accumulate):
+    problem = PSAProblem(UNEVEN.geometry, UNEVEN.dtype, accumulate=accumulate)
+    runs = UNEVEN.geometry.value_dim * UNEVEN.geometry.tokens
+    for direction in ("forward", "backward"):
+        for pass_, length, vector in (
+            (PACK_QKV, UNEVEN.geometry.tokens, "TOKEN_VECTOR"),
+            (MERGE_ATTN, UNEVEN.geometry.tokens, "TOKEN_VECTOR"),
+            (EXTRACT_V, runs, "VECTOR"),
+        ):
+            launch, constants = launch_of(pass_, direction, problem)
+            parts, items_per_part = (int(a) for a in launch.arguments[-2:])
+            assert parts > 1
+            assert parts * items_per_part > length // constants[vector]
 
 
 def test_grids_stay_in_one_dimension_at_any_batch():

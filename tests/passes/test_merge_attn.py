@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.passes.merge_attn import MERGE_ATTN, merge_attn, merge_attn_backward
-from tests.passes.layout_cases import assert_same_bits, few, layout_problems, packed_of, rounded_sum, v_of
+from tests.passes.layout_cases import (
+    UNEVEN,
+    assert_same_bits,
+    few,
+    layout_problems,
+    packed_of,
+    rounded_sum,
+    v_of,
+)
 from tests.strategies import DTYPES
 
 
@@ -26,6 +34,7 @@ def test_worked_by_hand(executor):
 
 
 @few
+@example(UNEVEN)
 @given(layout_problems())
 def test_bits_and_inverse(executor, problem):
     geometry = problem.geometry
@@ -43,6 +52,7 @@ def test_bits_and_inverse(executor, problem):
 
 
 @few
+@example(UNEVEN, (True, False))
 @given(layout_problems(), st.sampled_from(((True, True), (True, False), (False, True))))
 def test_backward_adds_to_the_given_targets_rounding_once(executor, problem, given_targets):
     geometry = problem.geometry

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.passes.pack_qkv import PACK_QKV, pack_qkv, pack_qkv_backward
-from tests.passes.layout_cases import assert_same_bits, few, layout_problems, packed_of, rounded_sum
+from tests.passes.layout_cases import UNEVEN, assert_same_bits, few, layout_problems, packed_of, rounded_sum
 from tests.strategies import DTYPES
 
 
@@ -20,6 +20,7 @@ def test_worked_by_hand(executor):
 
 
 @few
+@example(UNEVEN)
 @given(layout_problems())
 def test_bits_and_inverse(executor, problem):
     geometry = problem.geometry
@@ -37,6 +38,7 @@ def test_bits_and_inverse(executor, problem):
 
 
 @few
+@example(UNEVEN)
 @given(layout_problems())
 def test_backward_adds_to_a_given_target_rounding_once(executor, problem):
     geometry = problem.geometry
