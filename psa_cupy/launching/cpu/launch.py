@@ -20,6 +20,8 @@ DEVICE = Device(capability=(8, 0), multiprocessors=108, shared_bytes=163 * 1024,
 """What plans for the CPU are made for: it executes the launches of an A100."""
 
 _MAX_THREADS = 1024
+_ALIGNMENT = 16
+"""The widest access of a thread, in bytes."""
 
 _LOCK = threading.Lock()
 """The runtime runs one launch at a time: its fibers belong to one thread."""
@@ -87,14 +89,21 @@ def run(
 
 
 class _GuardedArray:
-    """A copy of an array between pages that no one may touch; NaN if there is no array to copy."""
+    """An array full of NaN between pages that no one may touch, `shift` bytes behind a multiple of 16."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype, shift: int = 0) -> None:
         self.name, self.dtype = name, np.dtype(dtype)
         self.bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
-        self.base = _runtime().cuda_on_cpu_allocate(self.bytes)
+        self.base = _runtime().cuda_on_cpu_allocate(self.bytes, shift)
         if not self.base:
             raise MemoryError(f"cpu_kernels: no memory for {name}, {self.bytes} bytes")
+
+    @staticmethod
+    def copy_of(name: str, array: np.ndarray) -> _GuardedArray:
+        """Aligned no better than the array itself: a kernel may rely on what planning saw, on no more."""
+        copy = _GuardedArray(name, array.shape, array.dtype, array.ctypes.data % _ALIGNMENT)
+        copy.bytes_view()[:] = _bytes_of(array)
+        return copy
 
     def bytes_view(self) -> np.ndarray:
         memory = (ctypes.c_ubyte * self.bytes).from_address(self.base)
@@ -115,8 +124,7 @@ def _in_guarded_memory(plan: Plan, operands: dict[str, np.ndarray]) -> Iterator[
         for name, array in operands.items():
             if not array.flags.c_contiguous:
                 raise ValueError(f"cpu_kernels: operand {name} is not C-contiguous")
-            memory[name] = _GuardedArray(name, array.shape, array.dtype)
-            memory[name].bytes_view()[:] = _bytes_of(array)
+            memory[name] = _GuardedArray.copy_of(name, array)
         for scratch in plan.scratch:
             memory[scratch.name] = _GuardedArray(scratch.name, scratch.shape, scratch.dtype)
         yield memory
@@ -251,7 +259,7 @@ class _Kernels:
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     library = load(build_runtime)
-    library.cuda_on_cpu_allocate.argtypes = [ctypes.c_size_t]
+    library.cuda_on_cpu_allocate.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
     library.cuda_on_cpu_allocate.restype = ctypes.c_void_p
     library.cuda_on_cpu_release.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.cuda_on_cpu_launch.argtypes = [ctypes.POINTER(_LaunchRequest)]

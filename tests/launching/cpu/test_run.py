@@ -9,7 +9,7 @@ import pytest
 
 from psa_cupy.launching import cpu
 from psa_cupy.launching.plan import Kernel, Launch, Operand, Plan, Scratch, TensorMap
-from tests.launching.cpu.texts import HEADERS, floats, needs_compiler, run_text
+from tests.launching.cpu.texts import HEADERS, floats, ints, needs_compiler, run_text
 
 pytestmark = needs_compiler
 
@@ -56,6 +56,14 @@ def test_an_offset_is_in_elements():
     operands = dict(x=np.arange(6, dtype=np.float32), y=floats(3))
     run_launches(COPY, [launch(Operand("x", 4), Operand("y", 1), block=(2, 1, 1))], operands)
     assert np.array_equal(operands["y"], [np.nan, 4, 5], equal_nan=True)
+
+
+@pytest.mark.parametrize("shift", [0, 4, 8, 12])
+def test_copies_are_aligned_as_the_arrays_are(shift):
+    text = 'extern "C" __global__ void kernel(const float* x, int* y) { y[0] = (unsigned long long)x % 16; }'
+    memory = np.zeros(32, np.uint8)
+    start = -memory.ctypes.data % 16 + shift
+    assert run_text(text, x=memory[start : start + 4].view(np.float32), y=ints(1))[1] == shift
 
 
 def test_scratch_is_nan_and_shared_by_the_launches_of_a_plan():

@@ -42,13 +42,14 @@ bool all_poison(const char* begin, const char* end) {
 
 }  // namespace
 
-// At least a byte, so that every array has an address of its own. Null if there is no memory left.
-char* allocate_guarded(size_t bytes, size_t alignment) {
-    const size_t used = round_up(bytes ? bytes : 1, alignment), usable = round_up(used, PAGE);
+// At least a byte, so that every array has an address of its own; `shift` bytes behind a multiple of `alignment`.
+// Null if there is no memory left.
+char* allocate_guarded(size_t bytes, size_t alignment, size_t shift) {
+    const size_t used = round_up(shift + (bytes ? bytes : 1), alignment), usable = round_up(used, PAGE);
     char* pages = map_between_guards(usable);
     if (!pages) return nullptr;
     memset(pages, POISON, usable);
-    return pages + usable - used;
+    return pages + usable - used + shift;
 }
 
 void release_guarded(char* base, size_t bytes) {
@@ -81,7 +82,7 @@ bool is_stack_overflow(const Fiber* fiber, const char* address) {
 namespace {
 
 char* add_shared_memory(void* identity, const char* name, size_t bytes, size_t element_bytes, size_t alignment) {
-    char* base = allocate_guarded(bytes, alignment < 16 ? 16 : alignment);
+    char* base = allocate_guarded(bytes, alignment < 16 ? 16 : alignment, 0);
     if (!base) give_up(std::string("no memory left for ") + name);
     launch.shared.push_back({base, bytes, element_bytes, name, true, identity, nullptr});
     if (launch.checked) begin_watching(launch.shared.back());
@@ -103,8 +104,8 @@ void* dynamic_shared_memory(const char* name, size_t element_bytes, size_t align
     return static_shared_memory(&identity, name, launch.dynamic_shared_bytes, element_bytes, alignment);
 }
 
-extern "C" __attribute__((visibility("default"))) char* cuda_on_cpu_allocate(size_t bytes) {
-    return allocate_guarded(bytes, 16);
+extern "C" __attribute__((visibility("default"))) char* cuda_on_cpu_allocate(size_t bytes, size_t shift) {
+    return allocate_guarded(bytes, 16, shift);
 }
 extern "C" __attribute__((visibility("default"))) void cuda_on_cpu_release(char* base, size_t bytes) {
     release_guarded(base, bytes);

@@ -98,7 +98,7 @@ inline Warp& warp_of(const Fiber* fiber) { return block.warps[fiber->index / WAR
 #define CUDA_ON_CPU_NOTE_SITE() (current_fiber()->site = __builtin_return_address(0))
 
 // memory.cpp
-char* allocate_guarded(size_t bytes, size_t alignment);
+char* allocate_guarded(size_t bytes, size_t alignment, size_t shift);
 void release_guarded(char* base, size_t bytes);
 bool padding_is_intact(const Region& region);
 bool in_guard_pages(const Region& region, const char* address);
