@@ -52,7 +52,7 @@ def limit_seconds(rates: Rates, geometry: PSAGeometry, dtype: np.dtype, work: st
 def versions() -> dict[str, str]:
     """Versions of what a benchmark's figures depend on."""
     found = {}
-    for package in ("psa-cupy", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "torch", "triton"):
+    for package in ("psa-cupy", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

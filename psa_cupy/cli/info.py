@@ -19,7 +19,6 @@ _PACKAGES = (
     "ml_dtypes",
     "cupy-cuda13x",
     "cupy-cuda12x",
-    "cuda-bindings",
     "nvidia-cuda-nvrtc",
     "torch",
 )

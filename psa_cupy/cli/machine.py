@@ -84,13 +84,9 @@ def find_machine() -> Machine:
     if count == 0:
         return _cpu("CuPy is installed, but finds no GPU.")
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    hint = "" if importlib.util.find_spec("cuda.bindings") else _HOPPER_HINT
-    return Machine(cupy, True, name, hint)
+    return Machine(cupy, True, name, hint="")
 
 
-_HOPPER_HINT = (
-    'cuda-bindings is not installed: Hopper GPUs use the portable kernels; pip install ".[cuda13x]"'
-)
 
 
 def _cpu(hint: str) -> Machine:

@@ -92,4 +92,4 @@ class Device:
     shared_bytes: int
     """The most dynamic shared memory a block may ask for, in bytes."""
     tensor_maps: bool
-    """Whether TMA descriptors can be made: compute capability 9.0 and cuda-bindings installed."""
+    """Whether TMA descriptors can be made: compute capability 9.0 and a driver of CUDA 12 or later."""
