@@ -30,7 +30,9 @@ constexpr int TILE = 16;  // stationary tokens of a warp
 constexpr int STEP = 16;  // moving tokens of a step: two accumulator tiles of 16 x 8
 constexpr int CHANNEL_STEP = 32 / sizeof(T);            // channels of one product: 16, 8 or 4
 constexpr int ROW_UNIT = sizeof(T) == 2 ? 16 : 8;       // channels in shared memory come in these
-constexpr int PITCH = CHUNK + (sizeof(T) == 8 ? 4 : 8);  // elements between channels: no bank conflicts
+// Elements between channels: no bank conflicts. (The shortest chunks of float64 are for heads so wide that
+// nothing is left for padding.)
+constexpr int PITCH = CHUNK + (sizeof(T) < 8 ? 8 : CHUNK > 16 ? 4 : 0);
 constexpr int COPY = COPY_BYTES / sizeof(T);             // elements of one copy
 
 __host__ __device__ constexpr int round_up(int value, int unit) {

@@ -57,7 +57,7 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
 
 
 def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
-    """The tile of the key or the query tasks: the first of a list, best first, that fits; None if none does."""
+    """The tile of the key or the query tasks: the first that fits, best first; None if none does."""
     whole = _round_up(problem.geometry.tokens, _TOKENS)
     held = _registers(problem, keys, stationary=True) <= _MAX_REGISTERS
     registers = _registers(problem, keys, stationary=held)
@@ -159,7 +159,9 @@ def _copy_bytes(problem: PSAProblem) -> int:
     itemsize = problem.dtype.itemsize
     if not problem.aligned:
         return itemsize
-    return max(size for size in (16, 8, 4, 2) if size == itemsize or problem.geometry.tokens * itemsize % size == 0)
+    return max(
+        size for size in (16, 8, 4, 2) if size == itemsize or problem.geometry.tokens * itemsize % size == 0
+    )
 
 
 def _accumulator(problem: PSAProblem) -> np.dtype:
@@ -202,7 +204,7 @@ def _shared_bytes(problem: PSAProblem, tile: Tile, keys: bool) -> int:
     itemsize = problem.dtype.itemsize
     unit = 16 if itemsize == 2 else 8
     channels = _round_up(problem.geometry.key_dim, unit) + _round_up(problem.geometry.value_dim, unit)
-    pitch = tile.chunk + (4 if itemsize == 8 else 8)
+    pitch = tile.chunk + (8 if itemsize < 8 else 4 if tile.chunk > _TOKENS else 0)
     pairs = 2 * _accumulator(problem).itemsize * tile.stages * tile.chunk if keys else 0
     return channels * itemsize * (tile.stages * pitch + tile.warps * _TOKENS) + pairs
 
