@@ -20,7 +20,9 @@ ACCESS_BYTES = 16
 ATOMIC_BYTES = 4
 """The widest atomic addition that every architecture has; neighbouring threads then add side by side."""
 BYTES_IN_FLIGHT = 64
-"""What a thread loads, at least, before it stores."""
+"""What a thread loads before it stores, in as many rounds as that takes ..."""
+MOST_ROUNDS = 8
+"""... but no more than these, which keep it all in registers."""
 THREADS = 256
 """The most threads of a block."""
 
@@ -65,7 +67,7 @@ def transpose_launch(
     token_vector = vector_of(problem, geometry.tokens, adds=adds_along == "tokens")
     channel_vector = vector_of(problem, geometry.key_dim, adds=adds_along == "channels")
     group_lanes = lanes_along_channels(geometry.key_dim // channel_vector, channel_vector, token_vector)
-    unroll = max(1, BYTES_IN_FLIGHT // (token_vector * channel_vector * problem.dtype.itemsize))
+    unroll = rounds_of(token_vector * channel_vector * problem.dtype.itemsize)
     slices = geometry.key_dim // (channel_vector * group_lanes)
     patches = geometry.tokens // token_vector
     parts, patches_per_part = even_parts(patches, per_item=group_lanes, most=THREADS * unroll)
@@ -91,7 +93,7 @@ def copy_launch(
 ) -> Launch:
     """A launch that moves one run of `run` contiguous elements for every bh, as extract_v.cu cuts them."""
     vector = vector_of(problem, run, adds=accumulate)
-    unroll = BYTES_IN_FLIGHT // (vector * problem.dtype.itemsize)
+    unroll = rounds_of(vector * problem.dtype.itemsize)
     vectors = run // vector
     parts, vectors_per_part = even_parts(vectors, per_item=1, most=THREADS * unroll)
     constants = (("T", problem.dtype), ("VECTOR", vector), ("UNROLL", unroll), ("ACCUMULATE", accumulate))
@@ -116,6 +118,11 @@ def lanes_along_channels(groups: int, channel_vector: int, token_vector: int) ->
 
     divisors = [lanes for lanes in range(1, groups + 1) if groups % lanes == 0]
     return max(divisors, key=lambda lanes: (shorter_run(lanes), lanes))
+
+
+def rounds_of(round_bytes: int) -> int:
+    """How many rounds of loads a thread makes before it stores."""
+    return min(max(1, BYTES_IN_FLIGHT // round_bytes), MOST_ROUNDS)
 
 
 def even_parts(items: int, per_item: int, most: int) -> tuple[int, int]:
