@@ -102,10 +102,8 @@ constexpr int PIECE = WIDTH == 1 ? 8 : WIDTH;
 // K and V of CHUNK keys from `first` on, into rows of PITCH; all threads of the block take part.
 __device__ __forceinline__ void copy_chunk(T* slot, const T* keys, int first, int tokens, const T* qkv) {
     constexpr int PER_ROW = CHUNK / PIECE, PIECES = ROWS * PER_ROW;
-#pragma unroll
-    for (int i = 0; i < (PIECES + THREADS - 1) / THREADS; i++) {
-        const int piece = i * THREADS + threadIdx.x;
-        if (PIECES % THREADS != 0 && piece >= PIECES) break;
+#pragma unroll 1
+    for (int piece = threadIdx.x; piece < PIECES; piece += THREADS) {
         const int row = piece / PER_ROW, token = piece % PER_ROW * PIECE;
         // The rows that round K's channels up stand between K and V, and not in global memory.
         const int channel = row < KEY_ROWS ? row : row - (KEY_ROWS - KEY_DIM);
@@ -320,6 +318,18 @@ struct QueryTile {
     }
 };
 
+// The block's head, and where its arrays begin: derived anew where they are needed, which saves registers.
+struct Head {
+    long long index;
+    __device__ __forceinline__ explicit Head(int splits) : index(blockIdx.x / splits) {}
+    __device__ __forceinline__ const T* queries(const T* qkv, int tokens) const {
+        return qkv + index * (2 * KEY_DIM + VALUE_DIM) * tokens;
+    }
+    __device__ __forceinline__ const T* keys(const T* qkv, int tokens) const {
+        return queries(qkv, tokens) + static_cast<long long>(KEY_DIM) * tokens;
+    }
+};
+
 // scale: of the scores, times log2(e).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     psa_forward(const T* __restrict__ qkv, T* __restrict__ out, float* __restrict__ lse, int tokens, int splits,
@@ -327,57 +337,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) unsigned char shared_memory[];
     T* slots = reinterpret_cast<T*>(shared_memory);
     const int chunks = (tokens + CHUNK - 1) / CHUNK;
-    const int warp = threadIdx.x / 32;
-    T* query_tile = slots + (RESIDENT ? chunks : RING) * SLOT + warp * KEY_ROWS * QUERY_PITCH;
-
-    const long long head = blockIdx.x / splits;
-    const int split = blockIdx.x % splits;
-    const T* queries = qkv + head * (2 * KEY_DIM + VALUE_DIM) * tokens;
-    const T* keys = queries + static_cast<long long>(KEY_DIM) * tokens;
-    out += head * VALUE_DIM * tokens;
-    lse += head * tokens;
+    T* query_tile = slots + (RESIDENT ? chunks : RING) * SLOT + threadIdx.x / 32 * (KEY_ROWS * QUERY_PITCH);
 
     // The block's tiles are `tile` to `end`; the warps take them in turn.
-    const int tiles = (tokens + QUERIES - 1) / QUERIES;
+    const int tiles = (tokens + QUERIES - 1) / QUERIES, split = blockIdx.x % splits;
     const int end = static_cast<int>(static_cast<long long>(tiles) * (split + 1) / splits);
-    int tile = static_cast<int>(static_cast<long long>(tiles) * split / splits) + warp;
+    int tile = static_cast<int>(static_cast<long long>(tiles) * split / splits) + threadIdx.x / 32;
 
-    if (tile < end) copy_queries(query_tile, queries, tile * QUERIES, tokens, qkv);
+    if (tile < end) copy_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens, qkv);
 #pragma unroll
     for (int chunk = 0; chunk < LOOKAHEAD; chunk++) {
-        if (chunk < chunks) copy_chunk(slots + chunk * SLOT, keys, chunk * CHUNK, tokens, qkv);
+        if (chunk < chunks)
+            copy_chunk(slots + chunk * SLOT, Head(splits).keys(qkv, tokens), chunk * CHUNK, tokens, qkv);
         cp_async_commit();  // group number `chunk`, possibly empty; the first brings Q, too
     }
 
-    QueryTile work;
-    int slot = 0;
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        cp_async_wait<LOOKAHEAD - 1>();
-        __syncthreads();  // the chunk has come for every thread, and every warp is done with the one before it
-        const int next = chunk + LOOKAHEAD;
-        if (next < chunks) {
-            const int next_slot = RESIDENT ? next : (slot + LOOKAHEAD) % RING;
-            copy_chunk(slots + next_slot * SLOT, keys, next * CHUNK, tokens, qkv);
+    for (bool loading = true; loading || tile < end; loading = false, tile += WARPS) {
+        QueryTile work;
+        if (!loading) {
+            __syncwarp();  // all lanes have read the tile before
+            copy_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens, qkv);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncwarp();
+            work.start(query_tile);
         }
-        cp_async_commit();
+        int slot = 0;
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            if (loading) {
+                cp_async_wait<LOOKAHEAD - 1>();
+                __syncthreads();  // the chunk has come for every thread; no warp still reads the one before
+                if (chunk == 0 && tile < end) work.start(query_tile);
+                const int next = chunk + LOOKAHEAD;
+                if (next < chunks) {
+                    const int next_slot = RESIDENT ? next : (slot + LOOKAHEAD) % RING;
+                    copy_chunk(slots + next_slot * SLOT, Head(splits).keys(qkv, tokens), next * CHUNK, tokens, qkv);
+                }
+                cp_async_commit();
+            }
+            if (tile < end) work.attend_chunk(slots + slot * SLOT, scale, tokens - chunk * CHUNK);
+            slot = RESIDENT ? slot + 1 : (slot + 1) % RING;
+        }
         if (tile < end) {
-            if (chunk == 0) work.start(query_tile);
-            work.attend_chunk(slots + slot * SLOT, scale, tokens - chunk * CHUNK);
+            const long long head = Head(splits).index;
+            work.store(out + head * VALUE_DIM * tokens, lse + head * tokens, tile * QUERIES, tokens);
         }
-        slot = RESIDENT ? slot + 1 : (slot + 1) % RING;
-    }
-    if (tile < end) work.store(out, lse, tile * QUERIES, tokens);
-    if constexpr (!RESIDENT) return;
-
-    for (tile += WARPS; tile < end; tile += WARPS) {
-        __syncwarp();
-        copy_queries(query_tile, queries, tile * QUERIES, tokens, qkv);
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncwarp();
-        work.start(query_tile);
-        for (int chunk = 0; chunk < chunks; chunk++)
-            work.attend_chunk(slots + chunk * SLOT, scale, tokens - chunk * CHUNK);
-        work.store(out, lse, tile * QUERIES, tokens);
+        if constexpr (!RESIDENT) break;
     }
 }
