@@ -1,5 +1,6 @@
 """Faults in small kernels: each is reported with the array, the thread and the source line."""
 
+import contextlib
 import re
 
 import numpy as np
@@ -357,3 +358,20 @@ def test_constants_locals_and_arguments_are_no_arrays():
     """
     y = run_text(text, np.int32(5), block=4, checked=True, y=ints(4))
     assert y.tolist() == [6, 6, 6, 6]
+
+
+@BOTH
+def test_a_copy_that_nobody_waits_for_ends_with_its_block(checked):
+    body = """
+    __shared__ __align__(16) float tile[64];
+    if (i < 16) cp_async_16(&tile[4 * i], &x[4 * i]);
+    if (blockIdx.x == 0) return;
+    __syncthreads();
+    if (x[0] < 0) __trap();
+    y[i] = 1;
+}
+"""
+    for sign in (1, 1, -1, 1):  # the third launch gives up while its copies are under way
+        arrays = dict(x=np.full(64, sign, np.float32), y=floats(64))
+        with pytest.raises(KernelError, match="__trap") if sign < 0 else contextlib.nullcontext():
+            run_text(HEAD + body, grid=2, block=64, checked=checked, **arrays)

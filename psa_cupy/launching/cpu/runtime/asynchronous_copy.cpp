@@ -39,13 +39,12 @@ void asynchronous_copy_wait(int groups_left) {
     for (size_t& end : fiber->committed) end -= landing;
 }
 
-// Of a block that is over: copies that nobody waited for have nowhere to land.
-void abandon_copies(Fiber* fiber) {
-    if (launch.checked) {
-        for (const AsynchronousCopy& copy : fiber->copies) forget_copy(copy);
+// When a block is over, or given up, copies that nobody waited for have nowhere to land.
+void abandon_copies() {
+    for (Fiber& fiber : block.fibers) {
+        fiber.copies.clear();
+        fiber.committed.clear();
     }
-    fiber->copies.clear();
-    fiber->committed.clear();
 }
 
 }  // namespace cuda_on_cpu

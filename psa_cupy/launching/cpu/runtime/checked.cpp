@@ -36,6 +36,7 @@ constexpr size_t CELL_BYTES = 2;
 struct Cell {
     Mark write;            // the last plain store
     Mark added, read;      // the atomic functions and the reads since then
+    uint32_t copy_time;    // like a mark's time
     uint16_t copying;      // a thread's index + 1: its asynchronous copy to here is under way
     bool added_elsewhere;  // also by a block before the one of `added`
     bool read_elsewhere;   // also by a block before the one of `read`
@@ -117,6 +118,7 @@ void forget_other_blocks(Cell& cell) {
     for (Mark* mark : {&cell.write, &cell.added, &cell.read}) {
         if (mark->time < block.first_clock) mark->time = 0;
     }
+    if (cell.copy_time < block.first_clock) cell.copying = 0;
 }
 
 void check_not_copying(const Cell& cell, const char* what, const Accessing& at) {
@@ -178,6 +180,7 @@ void on_copy_begin(Cell& cell, const Accessing& at) {
     check_after_write(cell, "asynchronous copy over", at);
     check_after_atomics(cell, "asynchronous copy over", at);
     check_after_reads(cell, "asynchronous copy over", at);
+    cell.copy_time = block.clock;
     cell.copying = (uint16_t)(at.fiber->index + 1);
 }
 
@@ -279,12 +282,6 @@ void warp_sync_passed(Warp& warp, unsigned mask) {
     for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
         memcpy(warp.known[__builtin_ctz(lanes)], together, sizeof together);
     }
-}
-
-void forget_copy(const AsynchronousCopy& copy) {
-    const Region* region = find_region(copy.target);
-    const size_t first = (copy.target - region->base) / CELL_BYTES;
-    for (size_t i = first; i < first + copy.bytes / CELL_BYTES; i++) region->cells[i].copying = 0;
 }
 
 void watch(const void* address, size_t bytes, Access access) {

@@ -161,7 +161,6 @@ void prepare_block(long number, const dim3& grid) {
         Fiber& fiber = block.fibers[i];
         fiber.block = make_uint3(x, y, z);
         fiber.state = State::ready;
-        abandon_copies(&fiber);
         // Stacks that all began at the same offset of a page would share the same few lines of the cache.
         make_context(fiber.context, fiber.stack, STACK_BYTES - i * 13 % 32 * 128, run_thread);
     }
@@ -187,6 +186,7 @@ void run_blocks(const Grid& grid) {
         current_thread = &block.fibers[0];
         switch_context(block.scheduler, block.fibers[0].context);
         current_thread = nullptr;
+        abandon_copies();
         check_padding(launch.shared);
     }
     check_padding(launch.operands);
@@ -293,6 +293,7 @@ extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_launch
         }
     }
     current_thread = nullptr;
+    abandon_copies();
     for (auto* regions : {&launch.operands, &launch.shared}) {
         for (Region& region : *regions) end_watching(region);
     }

@@ -107,7 +107,7 @@ bool is_stack_overflow(const Fiber* fiber, const char* address);
 void poison(const Region& region);
 
 // asynchronous_copy.cpp
-void abandon_copies(Fiber* fiber);
+void abandon_copies();
 
 // checked.cpp
 void begin_watching(Region& region);
@@ -115,7 +115,6 @@ void end_watching(Region& region);
 void begin_block_watching();
 void barrier_passed();
 void warp_sync_passed(Warp& warp, unsigned mask);
-void forget_copy(const AsynchronousCopy& copy);
 
 // faults.cpp
 class SignalHandlers {
