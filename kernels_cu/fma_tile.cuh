@@ -38,12 +38,12 @@ constexpr int ROW_PITCH = BLOCK_ROWS + UNIT, COLUMN_PITCH = BLOCK_COLUMNS + UNIT
 constexpr int KEY_SUMS = (KEY_DIM + 7) / 8, VALUE_SUMS = (VALUE_DIM + 7) / 8;
 constexpr int KEY_CHANNELS = 8 * KEY_SUMS, VALUE_CHANNELS = 8 * VALUE_SUMS;
 
-// Blocks that shall fit a multiprocessor at once, from the scores and sums that a thread holds: with it the
-// compiler limits the registers to 128, 168 or 255. Measured by the spills it avoids.
+// Blocks that shall fit a multiprocessor at once, from the sums and scores that a thread keeps through a
+// product: with it the compiler limits the registers to 128, 168 or 255, as few as it can do with unspilled.
 template <int VALUES>
-constexpr int RESIDENT_BLOCKS = sizeof(Real) == 8 || VALUES > 128 ? 2
-                                : VALUES > 64                     ? 3
-                                                                  : 4;
+constexpr int RESIDENT_BLOCKS = sizeof(Real) == 8 || VALUES > 96 ? 2
+                                : VALUES > 64                    ? 3
+                                                                 : 4;
 
 template <int LENGTH>
 struct alignas(LENGTH * sizeof(Real)) Vector {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_tile(Real* tile, const T* __restrict__ head
     constexpr int PIECES =
         CHANNEL_MAJOR ? TOKEN_PIECES * CHANNEL_PIECES : CHANNEL_GROUPS * TOKENS * CHANNEL_LANES;
     constexpr int STEPS = (PIECES + THREADS - 1) / THREADS;
-#pragma unroll
+#pragma unroll 4
     for (int step = 0; step < STEPS; step++) {
         const unsigned piece = step * THREADS + threadIdx.x;
         if (PIECES % THREADS != 0 && piece >= PIECES) break;

@@ -425,12 +425,32 @@ def _packed_layout(problem: FlashProblem) -> _Layout:
     )
 
 
-def _packed_forward_plan(problem: FlashProblem, device: Device) -> Plan:
+def _of_heads(problem: FlashProblem | PSAProblem) -> FlashProblem:
+    """The problem itself, or the packed attention of a block's heads."""
+    if isinstance(problem, FlashProblem):
+        return problem
+    geometry = problem.geometry
+    return FlashProblem(
+        bh=geometry.bh,
+        queries=geometry.tokens,
+        keys=geometry.tokens,
+        key_dim=geometry.key_dim,
+        value_dim=geometry.value_dim,
+        dtype=problem.dtype,
+        scale=problem.scale,
+        aligned=problem.aligned,
+        accumulate=(problem.accumulate,) * 3,
+    )
+
+
+def _packed_forward_plan(problem: FlashProblem | PSAProblem, device: Device) -> Plan:
+    problem = _of_heads(problem)
     operands = {name: Operand(name) for name in _FORWARD}
     return _forward_plan(problem, _packed_layout(problem), operands, device)
 
 
-def _packed_backward_plan(problem: FlashProblem, device: Device) -> Plan:
+def _packed_backward_plan(problem: FlashProblem | PSAProblem, device: Device) -> Plan:
+    problem = _of_heads(problem)
     operands = {name: Operand(name) for name in (*_FORWARD, "d_o", "d_q", "d_k", "d_v")}
     return _backward_plan(problem, _packed_layout(problem), operands, device)
 
@@ -448,16 +468,6 @@ def _nchw(problem: PSAProblem) -> tuple[FlashProblem, _Layout, dict[str, Operand
         v_stride=qkv_stride,
         o_stride=out_stride,
     )
-    flash = FlashProblem(
-        geometry.bh,
-        tokens,
-        tokens,
-        key_dim,
-        value_dim,
-        problem.dtype,
-        problem.scale,
-        accumulate=(problem.accumulate,) * 3,
-    )
     offsets = {"q": 0, "k": key_dim * tokens, "v": 2 * key_dim * tokens}
     operands = {"o": Operand("out"), "lse": Operand("lse"), "d_o": Operand("d_out")}
     for name, offset in offsets.items():
@@ -465,7 +475,7 @@ def _nchw(problem: PSAProblem) -> tuple[FlashProblem, _Layout, dict[str, Operand
         operands["d_" + name] = Operand("d_qkv", offset)
     if problem.branch:
         operands["d_v_branch"] = Operand("d_v_branch")
-    return flash, layout, operands
+    return _of_heads(problem), layout, operands
 
 
 def plain_psa_forward_plan(problem: PSAProblem, device: Device) -> Plan:
