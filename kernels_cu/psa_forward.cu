@@ -337,12 +337,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) unsigned char shared_memory[];
     T* slots = reinterpret_cast<T*>(shared_memory);
     const int chunks = (tokens + CHUNK - 1) / CHUNK;
-    T* query_tile = slots + (RESIDENT ? chunks : RING) * SLOT + threadIdx.x / 32 * (KEY_ROWS * QUERY_PITCH);
+    const int warp = __shfl_sync(WARP, threadIdx.x / 32, 0);  // tells the compiler that it is one number
+    T* query_tile = slots + (RESIDENT ? chunks : RING) * SLOT + warp * (KEY_ROWS * QUERY_PITCH);
 
     // The block's tiles are `tile` to `end`; the warps take them in turn.
     const int tiles = (tokens + QUERIES - 1) / QUERIES, split = blockIdx.x % splits;
     const int end = static_cast<int>(static_cast<long long>(tiles) * (split + 1) / splits);
-    int tile = static_cast<int>(static_cast<long long>(tiles) * split / splits) + threadIdx.x / 32;
+    int tile = static_cast<int>(static_cast<long long>(tiles) * split / splits) + warp;
 
     if (tile < end) copy_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens, qkv);
 #pragma unroll
