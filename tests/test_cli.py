@@ -15,7 +15,7 @@ def test_demo_is_the_default(capsys):
     assert command_line.main([]) == 0
     printed = capsys.readouterr().out
     assert "CPU" in printed and "pip install" in printed
-    assert "YOLOv10-m" in printed and "within the bounds" in printed
+    assert "v10m" in printed and "within the bounds" in printed
 
 
 def test_demo_fails_when_a_result_is_wrong(capsys, monkeypatch):

@@ -29,7 +29,7 @@ def run(arguments) -> int:
     dtypes = (
         [np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)] if machine.on_gpu else [np.dtype(np.float32)]
     )
-    table = Table("models", "qkv", "dtype", "pass", "time", "error / bound")
+    table = Table("YOLO models", "qkv", "dtype", "pass", "time", "error/bound")
     worst = 0.0
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("running", total=len(YOLO_SHAPES) * len(dtypes))
@@ -57,7 +57,7 @@ def _add_rows(table: Table, machine: Machine, shape: ModelShape, batch: int, dty
     }
     for name, (function, ratio) in timed.items():
         seconds = machine.median_seconds(function)
-        table.add_row(shape.models, str(qkv.shape), dtype.name, name, format_time(seconds), f"{ratio:.2f}")
+        table.add_row(shape.models, "x".join(map(str, qkv.shape)), dtype.name, name, format_time(seconds), f"{ratio:.2f}")
     return max(forward, backward)
 
 

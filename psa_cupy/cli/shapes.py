@@ -20,11 +20,11 @@ class ModelShape:
 
 
 YOLO_SHAPES = (
-    ModelShape("YOLOv10-n, 11-n, 26-n", num_heads=2),
-    ModelShape("YOLOv10-s/b/l, 11-s/m/l, 26-s/m/l", num_heads=4),
-    ModelShape("YOLOv10-m", num_heads=4, key_dim=36),
-    ModelShape("YOLOv10-x", num_heads=5),
-    ModelShape("YOLO11-x, 26-x", num_heads=6),
+    ModelShape("v10n 11n 26n", num_heads=2),
+    ModelShape("v10s v10b v10l 11s 11m 11l 26s 26m 26l", num_heads=4),
+    ModelShape("v10m", num_heads=4, key_dim=36),
+    ModelShape("v10x", num_heads=5),
+    ModelShape("11x 26x", num_heads=6),
 )
 
 
