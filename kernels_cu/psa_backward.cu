@@ -406,7 +406,27 @@ struct Task {
         }
     }
 
-    __device__ __forceinline__ void write_sums(const Head& head) const {
+    // The one probability of one token is 1, and dV is dO: exactly, though the parts of a float32 in TF32 miss
+    // its last bit. (A sum that is not a number comes from such scores, and stays.)
+    __device__ __forceinline__ void take_single_value(const Head& head) {
+#pragma unroll
+        for (int i = 0; i < VALUE_COLUMNS; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int channel = 8 * i + lane % 4 * 2 + j;
+                if (channel < VALUE_DIM && d_value[i][j] == d_value[i][j]) {
+                    d_value[i][j] = to_float(head.moving_value[channel]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void write_sums(const Head& head) {
+        if constexpr (KEYS && sizeof(T) == sizeof(float)) {
+            if (head.tokens == 1) {
+                take_single_value(head);
+            }
+        }
         const long long tokens = head.tokens;
         T* to = head.d_qkv + (KEYS ? KEY_DIM * tokens : 0);
         write<KEY_DIM, false>(to, to, d_key, head.scale, first, head.tokens, lane);
