@@ -3,13 +3,13 @@
 How gradients accumulate
 ------------------------
 Every Variable has at most one gradient buffer, of its own shape and dtype. A function's backward is given
-the buffers its inputs already have (`targets`) and *adds* to them; where an input has none yet, it answers
-with a new array, which becomes the buffer. So a Variable used twice is never summed on the side: the
+the buffers that its inputs already have (`targets`) and *adds* to them; where an input has none yet, it
+answers with a new array, which becomes the buffer. So a Variable used twice is never summed on the side: the
 second backward kernel adds, atomically, into what the first one wrote. Each addition rounds to the
 Variable's dtype, as PyTorch's do.
 
-A leaf keeps its buffer as `.grad`. The buffer of a computed Variable lives in the node that produced it
-and is dropped as soon as that node has used it, together with the arrays the node had saved.
+A leaf keeps its buffer as `.grad`. The buffer of a computed Variable is dropped as soon as the node that
+computed it has used it, and with it the arrays that the node had saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from psa_cupy.arguments import cupy_if_imported, is_cupy
+from psa_cupy.arguments import cupy_if_imported, is_cupy, require_arrays, require_dtype
 
 _active_tape: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("active_tape", default=None)
 
@@ -33,34 +33,46 @@ class Variable:
     Parameters
     ----------
     data : array
-        NumPy or CuPy; kept by reference, so do not change it between recording and backward.
+        float16, bfloat16, float32 or float64; NumPy or CuPy. Kept by reference: do not change it between
+        recording and backward.
     requires_grad : bool
-        Whether gradients flow to it.
+        Whether gradients flow to it; without, it is a constant.
 
     Attributes
     ----------
-    grad : array or None
-        The gradient accumulated so far, of data's shape and dtype; only leaves (Variables that no
-        recorded function produced) keep one.
+    data : array
+        As given.
+    requires_grad : bool
+        As given; False for what was computed without being recorded.
+
+    Raises
+    ------
+    TypeError
+        If data is no array, or its dtype is not supported.
 
     Examples
     --------
     >>> import numpy as np
-    >>> Variable(np.zeros((2, 3), np.float32))
+    >>> from psa_cupy import autograd
+    >>> autograd.Variable(np.zeros((2, 3), np.float32))
     Variable(shape=(2, 3), dtype=float32, leaf, no grad)
 
     """
 
-    __slots__ = ("_index", "_node", "data", "grad", "requires_grad")
+    __slots__ = ("_gradient", "_node", "data", "requires_grad")
 
     def __init__(self, data, requires_grad: bool = True):
-        if not isinstance(data, np.ndarray) and not is_cupy(data):
-            raise TypeError(f"Variable: data is a {type(data).__name__}, expected a NumPy or CuPy array")
+        require_arrays("Variable", {"data": data})
+        require_dtype("Variable", "data", data)
         self.data = data
-        self.grad = None
         self.requires_grad = requires_grad
+        self._gradient = _Gradient(data)
         self._node: _Node | None = None
-        self._index = 0
+
+    @property
+    def grad(self):
+        """The gradient accumulated so far, of data's shape and dtype, or None; only leaves keep one."""
+        return self._gradient.buffer if self._node is None else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,66 +85,90 @@ class Variable:
         return self.data.dtype
 
     def __repr__(self) -> str:
-        producer = "leaf" if self._node is None else f"from {self._node.name}"
-        held = "no grad" if self._gradient() is None else "grad held"
+        leaf = "leaf" if self.requires_grad else "constant"
+        producer = leaf if self._node is None else f"from {self._node.name}"
+        held = "no grad" if self._gradient.buffer is None else "grad held"
         return f"Variable(shape={self.shape}, dtype={self.dtype}, {producer}, {held})"
 
-    def _gradient(self):
-        return self.grad if self._node is None else self._node.d_outputs[self._index]
 
-    def _set_gradient(self, gradient) -> None:
-        if self._node is None:
-            self.grad = gradient
-        else:
-            self._node.d_outputs[self._index] = gradient
+class _Gradient:
+    """Where a Variable's gradient accumulates. Nodes refer to this, so they do not keep data alive."""
+
+    __slots__ = ("buffer", "dtype", "shape")
+
+    def __init__(self, data):
+        self.shape, self.dtype = data.shape, data.dtype
+        self.buffer = None
+
+    def take(self):
+        """The buffer, which is no longer held here."""
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+    def accept(self, function: str, target, gradient) -> None:
+        """Take note of what a backward answered for an input that it had given `target` for."""
+        if target is not None:
+            if gradient is not target:
+                raise RuntimeError(f"{function}: its backward gave another array than the target to add to")
+            return
+        self._require_fitting(function, gradient)
+        if self.buffer is None:
+            self.buffer = gradient
+        else:  # the same Variable stands twice among this call's inputs
+            self.buffer += gradient
+
+    def _require_fitting(self, function: str, gradient) -> None:
+        if not isinstance(gradient, np.ndarray) and not is_cupy(gradient):
+            raise TypeError(f"{function}: its backward gave a {type(gradient).__name__}, expected an array")
+        if gradient.shape != self.shape or gradient.dtype != self.dtype:
+            raise ValueError(
+                f"{function}: its backward gave a gradient of shape {gradient.shape}, {gradient.dtype}, "
+                f"expected {self.shape}, {self.dtype}"
+            )
 
 
 class _Node:
     """One recorded call: what its backward needs, until that has run."""
 
-    __slots__ = ("backward", "checksums", "d_outputs", "done", "inputs", "name", "saved", "shapes", "tape")
+    __slots__ = ("backward", "checksums", "inputs", "name", "outputs", "position", "saved")
 
-    def __init__(self, tape, name, inputs, output_arrays, saved, backward):
-        self.tape, self.name, self.inputs = tape, name, inputs
+    def __init__(self, name, position, inputs, outputs, saved, backward, check):
+        self.name, self.position = name, position
+        self.inputs: tuple[_Gradient | None, ...] = inputs  # None: a constant
+        self.outputs: tuple[_Gradient, ...] = outputs
         self.saved, self.backward = saved, backward
-        self.checksums = tuple(map(_checksum, saved)) if tape.check else None
-        self.d_outputs = [None] * len(output_arrays)
-        self.shapes = _describe(inputs), _describe(output_arrays)
-        self.done = False
+        self.checksums = tuple(map(_checksum, saved)) if check else None
+
+    @property
+    def done(self) -> bool:
+        """Whether what backward needs has been freed."""
+        return self.backward is None
 
     def run_backward(self, retain_graph: bool) -> None:
         """Pull the outputs' gradients back to the inputs' buffers."""
         self._require_unchanged()
-        d_outputs, self.d_outputs = tuple(self.d_outputs), [None] * len(self.d_outputs)
+        d_outputs = tuple(output.take() for output in self.outputs)
         targets = self._targets()
         gradients = self.backward(self.saved, d_outputs, targets)
-        for variable, target, gradient in zip(self.inputs, targets, gradients, strict=True):
-            if _wants_gradient(variable) and target is None:
-                self._deposit(variable, gradient)
+        if not isinstance(gradients, tuple) or len(gradients) != len(self.inputs):
+            raise TypeError(
+                f"{self.name}: its backward gave {_count(gradients)}, "
+                f"expected a tuple of {len(self.inputs)}, one gradient per input"
+            )
+        for wanted, target, gradient in zip(self.inputs, targets, gradients, strict=True):
+            if wanted is not None:
+                wanted.accept(self.name, target, gradient)
         if not retain_graph:
-            self.saved = self.backward = self.inputs = None
-            self.done = True
+            self.saved = self.backward = None
 
     def _targets(self) -> tuple:
         """Each input's gradient buffer; one that occurs twice in this call is given out once."""
         targets, given = [], set()
-        for variable in self.inputs:
-            fresh = _wants_gradient(variable) and id(variable) not in given
-            targets.append(variable._gradient() if fresh else None)
-            given.add(id(variable))
+        for wanted in self.inputs:
+            fresh = wanted is not None and wanted not in given
+            targets.append(wanted.buffer if fresh else None)
+            given.add(wanted)
         return tuple(targets)
-
-    def _deposit(self, variable: Variable, gradient) -> None:
-        if gradient.shape != variable.shape or gradient.dtype != variable.dtype:
-            raise ValueError(
-                f"{self.name}: its backward gave a gradient of shape {gradient.shape}, {gradient.dtype}, "
-                f"expected {variable.shape}, {variable.dtype}"
-            )
-        buffer = variable._gradient()
-        if buffer is None:
-            variable._set_gradient(gradient)
-        else:  # the same Variable stands twice among this call's inputs
-            buffer += gradient
 
     def _require_unchanged(self) -> None:
         if self.checksums is None:
@@ -156,9 +192,11 @@ class Tape:
 
     Notes
     -----
-    Recorded arrays are kept by reference. `backward` frees what a node saved as soon as the node is done,
-    so at most one gradient per Variable still to be visited is alive at a time. Calling `backward` for
-    several outputs adds up on the leaves until `zero`.
+    Memory: recording keeps what each function saves for its backward, by reference. `backward` frees a
+    node's saved arrays when the node is done, and holds at most one gradient for each leaf and for each
+    computed Variable between the node at work and the output; beside these, what one backward allocates.
+
+    One thread at a time uses a tape; several threads may use one each.
 
     Examples
     --------
@@ -176,7 +214,7 @@ class Tape:
     def __init__(self, *, check: bool = False):
         self.check = check
         self._nodes: list[_Node] = []
-        self._leaves: dict[int, Variable] = {}
+        self._leaves: set[_Gradient] = set()
         self._tokens: list[contextvars.Token] = []
 
     def __enter__(self) -> Tape:
@@ -187,9 +225,9 @@ class Tape:
         _active_tape.reset(self._tokens.pop())
 
     def variable(self, data, requires_grad: bool = True) -> Variable:
-        """A leaf on this tape: `Variable(data)`, whose gradient `zero` clears."""
+        """A new leaf, `Variable(data, requires_grad)`, whose gradient `zero` forgets."""
         leaf = Variable(data, requires_grad)
-        self._leaves[id(leaf)] = leaf
+        self._leaves.add(leaf._gradient)
         return leaf
 
     def backward(self, y: Variable, d_y=None, *, retain_graph: bool = False) -> None:
@@ -207,71 +245,97 @@ class Tape:
         Raises
         ------
         TypeError
-            If y is no Variable or d_y no array of y's kind and dtype. A d_y that is a Variable would be
-            differentiating twice, which no function here supports.
+            If y is no Variable or d_y no array of y's kind and dtype.
         ValueError
             If d_y has another shape than y, or is missing though y has more than one element.
         RuntimeError
-            If y was not recorded by this tape, or a node has freed what it saved.
+            If this tape did not record y, a node on the way has freed what it saved (before anything is
+            added), or another tape is recording: that would be differentiating twice, which no function
+            here supports.
 
         """
-        self._require_output(y)
-        seed = _seed(y, d_y)
-        stop = self._position(y._node)
-        buffer = y._gradient()
-        if buffer is None:
-            y._set_gradient(seed)
-        else:
-            buffer += seed
-        for node in reversed(self._nodes[: stop + 1]):
-            if all(gradient is None for gradient in node.d_outputs):
+        self._require_recorded(y)
+        path = self._path_to(y)
+        try:
+            with no_grad(), device_of(y.data):
+                y._gradient.buffer = _seed(y, d_y)
+                for node in path:
+                    node.run_backward(retain_graph)
+        finally:  # after an error, nothing half-summed may wait for the next backward
+            for node in path:
+                for output in node.outputs:
+                    output.buffer = None
+
+    def zero(self) -> None:
+        """Forget the gradients of all leaves: their `.grad` becomes None."""
+        for gradient in self._leaves:
+            gradient.buffer = None
+
+    def reset(self) -> None:
+        """Forget gradients and what was recorded, so that the tape can be used for the next step."""
+        self.zero()
+        self._leaves.clear()
+        self._nodes.clear()
+
+    def __repr__(self) -> str:
+        freed = sum(node.done for node in self._nodes)
+        return f"Tape({len(self._nodes)} nodes, {freed} of them freed)"
+
+    def _repr_html_(self) -> str:
+        rows = [("", "function", "inputs", "outputs", "kept for backward")]
+        rows += [
+            (str(node.position), node.name, _shapes(node.inputs), _shapes(node.outputs), _kept(node))
+            for node in self._nodes
+        ]
+        head, *body = (f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
+        return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+
+    def _holds(self, node: _Node) -> bool:
+        return node.position < len(self._nodes) and self._nodes[node.position] is node
+
+    def _require_recorded(self, y) -> None:
+        if not isinstance(y, Variable):
+            raise TypeError(f"Tape.backward: y is a {type(y).__name__}, expected a Variable")
+        if y._node is None or not self._holds(y._node):
+            raise RuntimeError(
+                f"Tape.backward: y is {y!r}, expected what this tape recorded since its last reset"
+            )
+        if _active_tape.get() not in (None, self):
+            raise RuntimeError(
+                f"Tape.backward: another tape is recording, but {y._node.name} cannot be differentiated "
+                "twice; expected no_grad() around this backward"
+            )
+
+    def _path_to(self, y: Variable) -> list[_Node]:
+        """The nodes that y was computed by, the last one first."""
+        reached, path = {y._gradient}, []
+        for node in reversed(self._nodes[: y._node.position + 1]):
+            if reached.isdisjoint(node.outputs):
                 continue
             if node.done:
                 raise RuntimeError(
                     f"Tape.backward: {node.name} has freed what it saved; expected retain_graph=True in the "
                     "backward before this one"
                 )
-            node.run_backward(retain_graph)
-
-    def zero(self) -> None:
-        """Forget the gradients of all leaves: their `.grad` becomes None."""
-        for leaf in self._leaves.values():
-            leaf.grad = None
-
-    def reset(self) -> None:
-        """Forget what was recorded, so that the tape can be used for the next step."""
-        self._nodes.clear()
-        self._leaves.clear()
-
-    def __repr__(self) -> str:
-        done = builtin_sum(node.done for node in self._nodes)
-        return f"Tape({len(self._nodes)} nodes, {done} of them freed)"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{i}</td><td>{html.escape(n.name)}</td><td>{html.escape(n.shapes[0])}</td>"
-            f"<td>{html.escape(n.shapes[1])}</td><td>{'freed' if n.done else 'saved'}</td></tr>"
-            for i, n in enumerate(self._nodes)
-        )
-        head = "".join(f"<th>{title}</th>" for title in ("", "function", "inputs", "outputs", "arrays"))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-
-    def _require_output(self, y) -> None:
-        if not isinstance(y, Variable):
-            raise TypeError(f"Tape.backward: y is a {type(y).__name__}, expected a Variable")
-        if y._node is None or y._node.tape is not self:
-            raise RuntimeError("Tape.backward: y was not computed on this tape, expected a recorded Variable")
-
-    def _position(self, node: _Node) -> int:
-        for position in range(len(self._nodes) - 1, -1, -1):
-            if self._nodes[position] is node:
-                return position
-        raise RuntimeError("Tape.backward: y's record is gone; expected no reset() before backward")
+            reached.update(node.inputs)
+            path.append(node)
+        return path
 
 
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
-    """Inside, functions compute without being recorded; their results require no gradient."""
+    """Inside, functions compute without being recorded; their results require no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from psa_cupy import autograd
+    >>> x = autograd.Variable(np.ones(3))
+    >>> with autograd.Tape(), autograd.no_grad():
+    ...     autograd.add(x, x)
+    Variable(shape=(3,), dtype=float64, constant, no grad)
+
+    """
     token = _active_tape.set(None)
     try:
         yield
@@ -299,14 +363,20 @@ def record(
     saved : sequence of array
         What its backward needs; kept by reference and freed after use.
     backward : callable
-        `backward(saved, d_outputs, targets)` gives one gradient per input. `d_outputs` has the gradient
-        of each output (None: nothing reached it; at least one is an array). `targets` has, per input, an
-        array to add the gradient to and to return, or None, which asks for a new array.
+        `backward(saved, d_outputs, targets)` gives a tuple of one gradient per input. `d_outputs` has the
+        gradient of each output (None: nothing reached it; at least one is an array). `targets` has, per
+        input, an array to add the gradient to and to give back, or None, which asks for a new array in C
+        order that shares memory with nothing.
 
     Returns
     -------
     tuple of Variable
         One per output. Without an active tape, or if no input requires a gradient, they are constants.
+
+    Raises
+    ------
+    RuntimeError
+        If an input was computed on another tape, or before this one's reset.
 
     Examples
     --------
@@ -332,52 +402,70 @@ def record(
 
     """
     tape = _active_tape.get()
-    recorded = tape is not None and any(map(_wants_gradient, inputs))
-    variables = tuple(Variable(array, requires_grad=recorded) for array in outputs)
-    if recorded:
-        node = _Node(tape, name, tuple(inputs), tuple(outputs), tuple(saved), backward)
-        tape._nodes.append(node)
-        for index, variable in enumerate(variables):
-            variable._node, variable._index = node, index
-        leaves = (v for v in inputs if _wants_gradient(v) and v._node is None)
-        tape._leaves.update((id(leaf), leaf) for leaf in leaves)
+    wanted = tuple(x if isinstance(x, Variable) and x.requires_grad else None for x in inputs)
+    if tape is None or not any(wanted):
+        return tuple(Variable(array, requires_grad=False) for array in outputs)
+    for x in filter(None, wanted):
+        if x._node is None:
+            tape._leaves.add(x._gradient)
+        elif not tape._holds(x._node):
+            raise RuntimeError(
+                f"{name}: an input is {x!r} on another tape or before reset(), "
+                "expected Variables of the tape that records"
+            )
+    variables = tuple(map(Variable, outputs))
+    node = _Node(
+        name,
+        len(tape._nodes),
+        tuple(None if x is None else x._gradient for x in wanted),
+        tuple(y._gradient for y in variables),
+        tuple(saved),
+        backward,
+        tape.check,
+    )
+    tape._nodes.append(node)
+    for variable in variables:
+        variable._node = node
     return variables
 
 
-builtin_sum = sum  # functions.sum has the same name; this one adds Python numbers
-
-
-def _wants_gradient(value: object) -> bool:
-    return isinstance(value, Variable) and value.requires_grad
+def device_of(array) -> contextlib.AbstractContextManager:
+    """Inside, CuPy works on the array's device; nothing for NumPy."""
+    return array.device if is_cupy(array) else contextlib.nullcontext()
 
 
 def _seed(y: Variable, d_y):
     """A new array holding the gradient to start from."""
-    name = y._node.name
     xp = cupy_if_imported() if is_cupy(y.data) else np
     if d_y is None:
         if y.data.size != 1:
             raise ValueError(
                 f"Tape.backward: y has shape {y.shape} and no d_y, expected d_y unless y has one element"
             )
-        return xp.ones_like(y.data)
+        return xp.ones(y.shape, y.dtype)
     if isinstance(d_y, Variable):
         raise TypeError(
-            f"Tape.backward: d_y is a Variable, expected an array: {name} cannot be differentiated twice"
+            "Tape.backward: d_y is a Variable, expected an array: "
+            f"{y._node.name} cannot be differentiated twice"
         )
-    if type(d_y) is not type(y.data):
-        raise TypeError(
-            f"Tape.backward: d_y is a {type(d_y).__name__}, expected a {type(y.data).__name__} like {name}'s result"
-        )
+    require_arrays("Tape.backward", {"y": y.data, "d_y": d_y})
     if d_y.dtype != y.dtype:
         raise TypeError(f"Tape.backward: d_y has dtype {d_y.dtype}, expected {y.dtype}")
     if d_y.shape != y.shape:
         raise ValueError(f"Tape.backward: d_y has shape {d_y.shape}, expected {y.shape}")
-    return xp.array(d_y, order="C", copy=True)
+    return xp.array(d_y, order="C")
 
 
-def _describe(values: Sequence[object]) -> str:
-    return ", ".join(f"{v.shape} {v.dtype}" if hasattr(v, "shape") else repr(v) for v in values)
+def _count(gradients) -> str:
+    return f"{len(gradients)} gradients" if isinstance(gradients, tuple) else f"a {type(gradients).__name__}"
+
+
+def _shapes(gradients: Sequence[_Gradient | None]) -> str:
+    return ", ".join("constant" if g is None else f"{g.shape} {g.dtype}" for g in gradients)
+
+
+def _kept(node: _Node) -> str:
+    return "freed" if node.done else f"{sum(array.nbytes for array in node.saved):,} bytes"
 
 
 def _checksum(array) -> bytes:
