@@ -45,7 +45,8 @@ def cpu_kernels(checked: bool = False) -> Iterator[None]:
 
     Needs a C++ compiler; each kernel is compiled once and kept in a cache folder (`PSA_CUPY_CACHE_DIR`, or
     `psa_cupy` in the user's cache folder). The environment variable `PSA_CUPY_CPU_KERNELS` set to ``1`` or
-    ``checked`` does the same for a whole process. The setting belongs to the current context: a thread, a task.
+    ``checked`` does the same for a whole process. The setting belongs to the current context (a thread, a
+    task).
 
     Parameters
     ----------

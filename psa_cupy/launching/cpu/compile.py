@@ -22,7 +22,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _RUNTIME_SOURCES = sorted((_HERE / "runtime").glob("*.cpp"))
 
 _COMMON = (
-    *("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-psabi"),
+    *("-std=c++17", "-O2", "-fPIC", "-w"),
     # Line tables, in the plain form from which addr2line also tells calls that were inlined (with GCC's newer
     # forms binutils 2.40 loses the .cu file's name).
     *("-g1", "-gdwarf-4", "-gno-statement-frontiers", "-gno-variable-location-views"),

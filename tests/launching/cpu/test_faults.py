@@ -115,7 +115,12 @@ def test_a_write_over_what_others_read():
 
 
 def test_a_race_within_a_warp():
-    body = "    __shared__ float tile[64];\n    tile[i] = x[i];\n    SYNC\n    y[i] = tile[i / 32 * 32];  // FAULT\n"
+    body = """
+    __shared__ float tile[64];
+    tile[i] = x[i];
+    SYNC
+    y[i] = tile[i / 32 * 32];  // FAULT
+"""
     assert "race: read of what another thread wrote" in report_of(body.replace("SYNC", ";"))
     assert "race: read of what another thread wrote" in report_of(
         body.replace("SYNC", "__shfl_sync(~0u, i, 0);")
@@ -140,7 +145,14 @@ def test_syncwarp_orders_only_the_lanes_of_its_mask():
 
 
 def test_reads_of_several_lanes_then_a_sync_then_one_lane_reads_and_writes():
-    body = "    __shared__ float tile[32];\n    tile[i] = x[i];\n    __syncwarp();\n    y[i] = tile[31 - i];\n    __syncwarp();\n    tile[i] += 1;\n"
+    body = """
+    __shared__ float tile[32];
+    tile[i] = x[i];
+    __syncwarp();
+    y[i] = tile[31 - i];
+    __syncwarp();
+    tile[i] += 1;
+"""
     run_text(HEAD + body + "}", block=32, checked=True, x=np.ones(32, np.float32), y=floats(32))
 
 
@@ -177,7 +189,12 @@ def test_atomic_and_plain_access_between_blocks():
 
 
 def test_atomic_and_plain_access_within_a_block():
-    body = "    __shared__ int count;\n    if (i == 0) count = 0;\n    SYNC\n    atomicAdd(&count, 1);  // FAULT\n"
+    body = """
+    __shared__ int count;
+    if (i == 0) count = 0;
+    SYNC
+    atomicAdd(&count, 1);  // FAULT
+"""
     assert "race: atomic function on what another thread wrote" in report_of(body.replace("SYNC", ";"))
     fixed = body.replace("SYNC", "__syncthreads();")
     run_text(HEAD + fixed + "}", block=64, checked=True, x=floats(1), y=floats(1))
@@ -189,7 +206,12 @@ def test_atomic_and_plain_access_within_a_block():
 
 
 def test_shared_memory_that_nobody_wrote():
-    body = "    __shared__ float tile[65];\n    tile[i] = x[i];\n    __syncthreads();\n    y[i] = tile[i + 1];  // FAULT\n"
+    body = """
+    __shared__ float tile[65];
+    tile[i] = x[i];
+    __syncthreads();
+    y[i] = tile[i + 1];  // FAULT
+"""
     message = report_of(body)
     assert (
         "read of shared memory that this block has not written: element 64 of shared memory tile" in message
@@ -197,7 +219,12 @@ def test_shared_memory_that_nobody_wrote():
 
 
 def test_shared_memory_does_not_survive_its_block():
-    body = "    __shared__ float tile[64];\n    if (blockIdx.x == 0) tile[i] = x[i];\n    __syncthreads();\n    x[blockIdx.x * 64 + i] = tile[i];  // FAULT\n"
+    body = """
+    __shared__ float tile[64];
+    if (blockIdx.x == 0) tile[i] = x[i];
+    __syncthreads();
+    x[blockIdx.x * 64 + i] = tile[i];  // FAULT
+"""
     message = report_of(body, grid=2, x=np.ones(128, np.float32), y=floats(1))
     assert "that this block has not written" in message and "of block (1, 0, 0)" in message
 
@@ -259,7 +286,13 @@ def test_an_asynchronous_copy_over_bytes_still_read():
 
 @BOTH
 def test_a_misaligned_ldmatrix(checked):
-    body = "    __shared__ __align__(16) float tile[64];\n    tile[i] = 0;\n    __syncwarp();\n    unsigned r[4];\n    ldmatrix_x4(r, &tile[1]);  // FAULT\n"
+    body = """
+    __shared__ __align__(16) float tile[64];
+    tile[i] = 0;
+    __syncwarp();
+    unsigned r[4];
+    ldmatrix_x4(r, &tile[1]);  // FAULT
+"""
     assert "misaligned row address of ldmatrix" in report_of(body, checked=checked)
 
 
@@ -323,8 +356,14 @@ def test_a_division_by_zero(checked):
 
 @BOTH
 def test_a_stack_overflow(checked):
-    text = """__device__ __noinline__ float deep(float* x, int n) { float a[4000]; a[n] = x[0]; return n ? deep(x, n - 1) + a[n] : a[0]; }
-extern "C" __global__ void kernel(float* x) { x[0] = deep(x, 100); }"""
+    text = """
+    __device__ __noinline__ float deep(float* x, int n) {
+        float a[4000];
+        a[n] = x[0];
+        return n ? deep(x, n - 1) + a[n] : a[0];
+    }
+    extern "C" __global__ void kernel(float* x) { x[0] = deep(x, 100); }
+    """
     with pytest.raises(KernelError, match="stack overflow, by thread"):
         run_text(text, checked=checked, x=np.ones(1, np.float32))
 
@@ -340,9 +379,8 @@ def test_the_line_is_the_kernels_and_the_helpers():
 def test_a_fault_leaves_the_runtime_usable(checked):
     for _ in range(3):
         report_of("    y[i + 1] = x[i];  // FAULT\n", checked=checked)
-        x, y = run_text(
-            HEAD + "y[i] = x[i];}", block=64, checked=checked, x=np.ones(64, np.float32), y=floats(64)
-        )
+        arrays = dict(x=np.ones(64, np.float32), y=floats(64))
+        _, y = run_text(HEAD + "y[i] = x[i];}", block=64, checked=checked, **arrays)
         assert (y == 1).all()
 
 

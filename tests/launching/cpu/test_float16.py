@@ -1,4 +1,4 @@
-"""Conversions of the 16-bit types, against NumPy's and ml_dtypes's: every pattern, and the values that round."""
+"""Conversions of the 16-bit types against NumPy's and ml_dtypes's: every pattern, and values that round."""
 
 import ml_dtypes
 import numpy as np

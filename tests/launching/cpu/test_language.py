@@ -10,11 +10,13 @@ SHARED = {
     "__shared__ float a[32][33];": "CUDA_ON_CPU_SHARED(1, a, [32][33], float);",
     "__shared__ int next;": "CUDA_ON_CPU_SHARED(1, next, , int);",
     "__shared__ __align__(16) T a[2][N * (M + 8)];": "CUDA_ON_CPU_SHARED(16, a, [2][N * (M + 8)], T);",
-    "__shared__ alignas(128) unsigned char raw[BYTES];": "CUDA_ON_CPU_SHARED(128, raw, [BYTES], unsigned char);",
+    "__shared__ alignas(128) unsigned char a[BYTES];": "CUDA_ON_CPU_SHARED(128, a, [BYTES], unsigned char);",
     "alignas(16) __shared__ T a[N];": "CUDA_ON_CPU_SHARED(16, a, [N], T);",
-    "__shared__ Pair<int, 2> a[4], b;": "CUDA_ON_CPU_SHARED(1, a, [4], Pair<int, 2>); CUDA_ON_CPU_SHARED(1, b, , Pair<int, 2>);",
+    "__shared__ A<int, 2> a[4], b;": (
+        "CUDA_ON_CPU_SHARED(1, a, [4], A<int, 2>); CUDA_ON_CPU_SHARED(1, b, , A<int, 2>);"
+    ),
     "extern __shared__ float4 tiles[];": "CUDA_ON_CPU_DYNAMIC_SHARED(1, tiles, float4);",
-    "extern __shared__ __align__(1024) unsigned char all[];": "CUDA_ON_CPU_DYNAMIC_SHARED(1024, all, unsigned char);",
+    "extern __shared__ __align__(1024) uint4 all[];": "CUDA_ON_CPU_DYNAMIC_SHARED(1024, all, uint4);",
     "// __shared__ float a[32];": "// __shared__ float a[32];",
     "/* in __shared__ memory; */": "/* in __shared__ memory; */",
 }
@@ -75,7 +77,8 @@ class TestRun:
                 for (int i = 0; i < N; ++i) of[i] += x;
             }
         };
-        extern "C" __global__ void __launch_bounds__(32, 2) kernel(const float* __restrict__ x, float* __restrict__ y, float offset) {
+        extern "C" __global__ void __launch_bounds__(32, 2)
+            kernel(const float* __restrict__ x, float* __restrict__ y, float offset) {
             extern __shared__ __align__(128) unsigned char memory[];
             float* tile = reinterpret_cast<float*>(memory);
             __shared__ int count, unused[3];
@@ -126,7 +129,11 @@ class TestRun:
         assert dict(zip(expressions, y.tolist(), strict=True)) == expressions
 
     def test_products_that_must_not_be_fused(self, checked):
-        text = 'extern "C" __global__ void kernel(const float* x, float* y) { y[0] = __fadd_rn(__fmul_rn(x[0], x[0]), -x[1]); }'
+        text = """
+        extern "C" __global__ void kernel(const float* x, float* y) {
+            y[0] = __fadd_rn(__fmul_rn(x[0], x[0]), -x[1]);
+        }
+        """
         x = np.array([1 + 2**-12, 0], np.float32)
         x[1] = x[0] * x[0]
         assert run_text(text, checked=checked, x=x, y=floats(1))[1] == 0

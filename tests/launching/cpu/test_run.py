@@ -14,7 +14,11 @@ from tests.launching.cpu.texts import HEADERS, floats, ints, needs_compiler, run
 pytestmark = needs_compiler
 
 COPY = 'extern "C" __global__ void kernel(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }'
-FACTOR = 'extern "C" __global__ void kernel(float* y, float factor, int n, long long m, bool yes) { y[0] = factor * n * m * yes; }'
+FACTOR = """
+extern "C" __global__ void kernel(float* y, float factor, int n, long long m, bool yes) {
+    y[0] = factor * n * m * yes;
+}
+"""
 FACTOR_ARGUMENTS = (np.float32(2), np.int32(3), np.int64(4), np.bool_(True))
 
 
@@ -96,7 +100,11 @@ def test_a_read_only_array_may_be_read_but_not_written():
 
 def test_one_array_under_two_names():
     x = np.arange(4, dtype=np.float32)
-    text = 'extern "C" __global__ void kernel(const float* a, const float* b, float* y) { y[threadIdx.x] = a[threadIdx.x] + b[threadIdx.x]; }'
+    text = """
+    extern "C" __global__ void kernel(const float* a, const float* b, float* y) {
+        y[threadIdx.x] = a[threadIdx.x] + b[threadIdx.x];
+    }
+    """
     assert np.array_equal(run_text(text, block=4, a=x, b=x, y=floats(4))[2], 2 * x)
 
 
@@ -113,7 +121,7 @@ def test_non_contiguous_arrays_are_refused():
 def test_plans_that_are_for_a_gpu_only():
     tensor_map = TensorMap("x", 0, (8, 8, 1), (8, 64), (8, 8, 1))
     with pytest.raises(
-        ValueError, match="the CPU does not execute kernels .* tensor maps; expected the portable variant"
+        ValueError, match=r"the CPU does not execute kernels .* tensor maps; expected the portable variant"
     ):
         run_launches(COPY, [launch(tensor_map, Operand("y"))], dict(x=floats(64), y=floats(1)))
     kernel = Kernel("test.cu", "kernel", arch="sm_90a")
@@ -135,7 +143,7 @@ def test_plans_that_are_for_a_gpu_only():
     ],
 )
 def test_launches_that_no_device_takes(wrong):
-    with pytest.raises(ValueError, match="kernel: .*, expected"):
+    with pytest.raises(ValueError, match=r"kernel: .*, expected"):
         run_launches(COPY, [launch(Operand("x"), Operand("y"), **wrong)], dict(x=floats(1), y=floats(1)))
 
 

@@ -43,10 +43,12 @@ def test_mma_m16n8k8_tf32(checked):
     text = """
     extern "C" __global__ void kernel(const float* a, const float* b_transposed, float* d) {
         const int lane = threadIdx.x, row = lane / 4, column = lane % 4;
-        const unsigned fragment_a[4] = {round_to_tf32(a[row * 8 + column]), round_to_tf32(a[(row + 8) * 8 + column]),
-                                        round_to_tf32(a[row * 8 + column + 4]), round_to_tf32(a[(row + 8) * 8 + column + 4])};
-        const unsigned fragment_b[2] = {round_to_tf32(b_transposed[row * 8 + column]),
-                                        round_to_tf32(b_transposed[row * 8 + column + 4])};
+        const float* upper = a + row * 8 + column;
+        const float* lower = upper + 64;
+        const float* right = b_transposed + row * 8 + column;
+        const unsigned fragment_a[4] = {round_to_tf32(upper[0]), round_to_tf32(lower[0]),
+                                        round_to_tf32(upper[4]), round_to_tf32(lower[4])};
+        const unsigned fragment_b[2] = {round_to_tf32(right[0]), round_to_tf32(right[4])};
         float sum[4] = {};
         mma_m16n8k8_tf32(sum, fragment_a, fragment_b, sum);
         for (int i = 0; i < 4; i++) d[(row + i / 2 * 8) * 8 + column * 2 + i % 2] = sum[i];
@@ -71,7 +73,8 @@ def rounded_to_tf32(x):
 
 def test_mma_m8n8k4_f64(checked):
     text = """
-    extern "C" __global__ void kernel(const double* a, const double* b_transposed, const double* c, double* d) {
+    extern "C" __global__ void kernel(const double* a, const double* b_transposed, const double* c,
+                                      double* d) {
         const int lane = threadIdx.x, first = lane / 4 * 8 + lane % 4 * 2;
         const double sum[2] = {c[first], c[first + 1]};
         double result[2];

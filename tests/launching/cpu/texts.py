@@ -16,7 +16,7 @@ HEADERS = '#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n#line 1 "test.cu"\n'
 def run_text(
     text, *scalars, grid=1, block=1, shared_bytes=0, checked=False, scratch=(), entry="kernel", **arrays
 ):
-    """Launch `entry` of the text on the arrays, in the order given, and then the scalars; returns the arrays."""
+    """Launch `entry` of the text on the arrays, in their order, and then the scalars; returns the arrays."""
     three = lambda size: tuple(size) + (1,) * (3 - len(size)) if isinstance(size, tuple) else (size, 1, 1)  # noqa: E731
     names = [*arrays, *(array.name for array in scratch)]
     arguments = (*(Operand(name) for name in names), *scalars)
