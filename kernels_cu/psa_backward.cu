@@ -251,6 +251,8 @@ __device__ __forceinline__ void copy(T* to, const T* from, bool inside) {
 template <int CHANNELS, int ROWS, int COUNT, int PITCH_TO>
 __device__ __forceinline__ void load_rows(T* to, const T* from, int first, int tokens, int thread, int threads) {
     constexpr int COPIES = COUNT / COPY;
+    constexpr int AT_ONCE = COPY_BYTES > 2 ? 1 : 4;  // asynchronous copies do not wait for each other anyway
+#pragma unroll AT_ONCE
     for (int i = thread; i < ROWS * COPIES; i += threads) {
         const int channel = i / COPIES, token = i % COPIES * COPY;
         const bool inside = (ROWS == CHANNELS || channel < CHANNELS) && first + token < tokens;
@@ -286,6 +288,15 @@ __device__ __forceinline__ void load_stationary(T* tile, const Head& head, int f
     load_rows<KEY_DIM, KEY_ROWS, TILE, TILE>(tile, head.stationary_key, first, head.tokens, lane, 32);
     load_rows<VALUE_DIM, VALUE_ROWS, TILE, TILE>(tile + KEY_ROWS * TILE, head.stationary_value, first, head.tokens,
                                                  lane, 32);
+}
+
+// The warp's next tile over the one it has read.
+__device__ __forceinline__ void load_next(T* tile, const Head& head, int next, int last, int lane) {
+    __syncwarp();
+    if (next < last) {
+        load_stationary(tile, head, next * TILE, lane);
+        cp_async_commit();
+    }
 }
 
 // d [+ branch] times factor to channels `to`, from token first on; the only writes to d_qkv.
@@ -475,13 +486,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         cp_async_wait<0>();
         __syncthreads();
         while (t < last_tile) {
-            Task task(tile, t * TILE, head);
-            task.steps(chunks, chunk_rows, scale_log2, tokens);
+            const int first = t * TILE;
+            Task task(tile, first, head);
             t += WARPS;
-            __syncwarp();
-            if (t < last_tile) {
-                load_stationary(tile, head, t * TILE, lane);
-                cp_async_commit();
+            if (STATIONARY_IN_REGISTERS) {
+                load_next(tile, head, t, last_tile, lane);
+            }
+            task.steps(chunks, chunk_rows, scale_log2, tokens);
+            if (!STATIONARY_IN_REGISTERS) {
+                load_next(tile, head, t, last_tile, lane);
             }
             task.write_sums(head);
             cp_async_wait<0>();

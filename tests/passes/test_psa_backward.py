@@ -236,6 +236,18 @@ def test_scale_is_a_value(executor, scale):
 
 
 @executors("cpu", "gpu")
+def test_scores_far_below_zero(executor):
+    """There exp2(-lse) of a key beyond the last overflows: it may not reach a gradient."""
+    problem = problem_of(33, 5, 10, BF16)
+    g = problem.geometry
+    qkv = problem.qkv().astype(np.float32).reshape(g.bh, g.head_channels, g.tokens)
+    qkv[:, : g.key_dim] -= 40
+    qkv[:, g.key_dim : 2 * g.key_dim] += 40
+    qkv = qkv.reshape(g.qkv_shape).astype(BF16)
+    assert_within_bounds(problem, backward(executor, problem, qkv=qkv), qkv=qkv)
+
+
+@executors("cpu", "gpu")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_head(executor, bad):
     problem = problem_of(33, 5, 10, BF16, heads=3)
