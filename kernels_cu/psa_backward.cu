@@ -26,14 +26,14 @@
 using Sum = Accumulator<T>;
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILE = 16;  // stationary tokens of a warp
-constexpr int STEP = 16;  // moving tokens of a step: two accumulator tiles of 16 x 8
-constexpr int CHANNEL_STEP = 32 / sizeof(T);            // channels of one product: 16, 8 or 4
-constexpr int ROW_UNIT = sizeof(T) == 2 ? 16 : 8;       // channels in shared memory come in these
+constexpr int TILE = 16;                           // stationary tokens of a warp
+constexpr int STEP = 16;                           // moving tokens of a step: two accumulator tiles of 16 x 8
+constexpr int CHANNEL_STEP = 32 / sizeof(T);       // channels of one product: 16, 8 or 4
+constexpr int ROW_UNIT = sizeof(T) == 2 ? 16 : 8;  // channels in shared memory come in these
 // Elements between channels: no bank conflicts. (The shortest chunks of float64 are for heads so wide that
 // nothing is left for padding.)
 constexpr int PITCH = CHUNK + (sizeof(T) < 8 ? 8 : CHUNK > 16 ? 4 : 0);
-constexpr int COPY = COPY_BYTES / sizeof(T);             // elements of one copy
+constexpr int COPY = COPY_BYTES / sizeof(T);  // elements of one copy
 
 __host__ __device__ constexpr int round_up(int value, int unit) {
     return (value + unit - 1) / unit * unit;
@@ -87,8 +87,8 @@ struct Product {
         return a;
     }
 
-    static __device__ __forceinline__ void multiply(float (&d)[2][4], const Fragment& a, const Element* moving,
-                                                    int lane) {
+    static __device__ __forceinline__ void multiply(float (&d)[2][4], const Fragment& a,
+                                                    const Element* moving, int lane) {
         unsigned b[4];
         ldmatrix_x4_trans(b, moving + lane % 16 * PITCH + lane / 16 * 8);
         const unsigned first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
@@ -128,7 +128,8 @@ struct Product<float> {
         low = round_to_tf32(value - __uint_as_float(high));
     }
 
-    static __device__ __forceinline__ void multiply_split(float (&d)[4], const Fragment& a, float b0, float b1) {
+    static __device__ __forceinline__ void multiply_split(float (&d)[4], const Fragment& a, float b0,
+                                                          float b1) {
         unsigned high[2], low[2];
         split(b0, high[0], low[0]);
         split(b1, high[1], low[1]);
@@ -207,8 +208,8 @@ struct Product<double> {
         return {{at[0], at[8]}};
     }
 
-    static __device__ __forceinline__ void multiply(double (&d)[2][4], const Fragment& a, const double* moving,
-                                                    int lane) {
+    static __device__ __forceinline__ void multiply(double (&d)[2][4], const Fragment& a,
+                                                    const double* moving, int lane) {
         const double* at = moving + lane % 4 * PITCH + lane / 4;
         multiply_halves(d[0], a.at[0], a.at[1], at[0]);
         multiply_halves(d[1], a.at[0], a.at[1], at[8]);
@@ -249,7 +250,8 @@ __device__ __forceinline__ void copy(T* to, const T* from, bool inside) {
 // Tokens first ... first + COUNT of CHANNELS channels to rows PITCH_TO apart, by `threads` threads; channels
 // up to ROWS and tokens beyond the last become zeros.
 template <int CHANNELS, int ROWS, int COUNT, int PITCH_TO>
-__device__ __forceinline__ void load_rows(T* to, const T* from, int first, int tokens, int thread, int threads) {
+__device__ __forceinline__ void load_rows(T* to, const T* from, int first, int tokens, int thread,
+                                          int threads) {
     constexpr int COPIES = COUNT / COPY;
     constexpr int AT_ONCE = COPY_BYTES > 2 ? 1 : 4;  // asynchronous copies do not wait for each other anyway
 #pragma unroll AT_ONCE
@@ -272,9 +274,10 @@ struct Head {
 };
 
 __device__ __forceinline__ void load_moving(T* chunk, Row* rows, const Head& head, int first) {
-    load_rows<KEY_DIM, KEY_ROWS, CHUNK, PITCH>(chunk, head.moving_key, first, head.tokens, threadIdx.x, THREADS);
-    load_rows<VALUE_DIM, VALUE_ROWS, CHUNK, PITCH>(chunk + KEY_ROWS * PITCH, head.moving_value, first, head.tokens,
-                                                   threadIdx.x, THREADS);
+    load_rows<KEY_DIM, KEY_ROWS, CHUNK, PITCH>(chunk, head.moving_key, first, head.tokens, threadIdx.x,
+                                               THREADS);
+    load_rows<VALUE_DIM, VALUE_ROWS, CHUNK, PITCH>(chunk + KEY_ROWS * PITCH, head.moving_value, first,
+                                                   head.tokens, threadIdx.x, THREADS);
     if (KEYS) {
         constexpr int ROWS_PER_COPY = 16 / sizeof(Row);
         const int count = min(CHUNK, round_up(head.tokens, STEP) - first);
@@ -286,8 +289,8 @@ __device__ __forceinline__ void load_moving(T* chunk, Row* rows, const Head& hea
 
 __device__ __forceinline__ void load_stationary(T* tile, const Head& head, int first, int lane) {
     load_rows<KEY_DIM, KEY_ROWS, TILE, TILE>(tile, head.stationary_key, first, head.tokens, lane, 32);
-    load_rows<VALUE_DIM, VALUE_ROWS, TILE, TILE>(tile + KEY_ROWS * TILE, head.stationary_value, first, head.tokens,
-                                                 lane, 32);
+    load_rows<VALUE_DIM, VALUE_ROWS, TILE, TILE>(tile + KEY_ROWS * TILE, head.stationary_value, first,
+                                                 head.tokens, lane, 32);
 }
 
 // The warp's next tile over the one it has read.
@@ -301,8 +304,8 @@ __device__ __forceinline__ void load_next(T* tile, const Head& head, int next, i
 
 // d [+ branch] times factor to channels `to`, from token first on; the only writes to d_qkv.
 template <int CHANNELS, bool WITH_BRANCH, int COLUMNS, class Element>
-__device__ __forceinline__ void write(Element* to, const Element* branch, const Sum (&d)[COLUMNS][4], Sum factor,
-                                      int first, int tokens, int lane) {
+__device__ __forceinline__ void write(Element* to, const Element* branch, const Sum (&d)[COLUMNS][4],
+                                      Sum factor, int first, int tokens, int lane) {
     constexpr bool IN_PAIRS = sizeof(Element) == 2 && COPY_BYTES > 2 && !ACCUMULATE;
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
@@ -417,7 +420,7 @@ struct Task {
         }
     }
 
-    // The one probability of one token is 1, and dV is dO: exactly, though the parts of a float32 in TF32 miss
+    // The one probability of one token is 1, and dV is dO: exactly, though float32 in parts of TF32 misses
     // its last bit. (A sum that is not a number comes from such scores, and stays.)
     __device__ __forceinline__ void take_single_value(const Head& head) {
 #pragma unroll
@@ -442,8 +445,8 @@ struct Task {
         T* to = head.d_qkv + (KEYS ? KEY_DIM * tokens : 0);
         write<KEY_DIM, false>(to, to, d_key, head.scale, first, head.tokens, lane);
         if constexpr (KEYS) {
-            write<VALUE_DIM, BRANCH>(head.d_qkv + 2 * KEY_DIM * tokens, head.d_v_branch, d_value, Sum(1), first,
-                                     head.tokens, lane);
+            write<VALUE_DIM, BRANCH>(head.d_qkv + 2 * KEY_DIM * tokens, head.d_v_branch, d_value, Sum(1),
+                                     first, head.tokens, lane);
         }
     }
 };
@@ -461,7 +464,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 
     const long long bh = blockIdx.x / blocks_per_head;
     const T* q = qkv + bh * HEAD_CHANNELS * tokens;
-    const T *k = q + static_cast<long long>(KEY_DIM) * tokens, *v = k + static_cast<long long>(KEY_DIM) * tokens;
+    const T *k = q + static_cast<long long>(KEY_DIM) * tokens,
+            *v = k + static_cast<long long>(KEY_DIM) * tokens;
     const T* d_o = d_out + bh * VALUE_DIM * tokens;
     const Head head = {KEYS ? k : q,
                        KEYS ? v : d_o,
