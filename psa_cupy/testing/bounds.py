@@ -16,9 +16,12 @@ with the maxima over the head. (|S|, not |scores|: what rounding does to a score
 summed, and a score may be small because large terms cancel.)
 
 Norms are taken head by head and, in a long head, run by run of 64 tokens or more, so that a wrong head or a
-wrong last row cannot hide among right ones; a run has 1024 elements or more, so that good results do not fail
-by chance. The functions answer with error / bound, the largest of all: at most 1 passes, and a NaN or an
-infinity that float64 does not have counts as infinite. A head whose inputs are not finite is not compared.
+wrong last row cannot hide among right ones. Few numbers' norms scatter, and good results must not fail by
+chance: a run has 1024 elements or more, and a head with fewer passes if it passes by one of eight yardsticks,
+which round P, dS and O relative to 2^(i/8) (a kernel rounds P relative to whichever maximum it has then).
+
+The functions answer with error / bound, the largest of all: at most 1 passes, and a NaN or an infinity that
+float64 does not have counts as infinite. A head whose inputs are not finite is not compared.
 
 All functions take NumPy or CuPy arrays, and compute where the arrays are, a few rows of scores at a time.
 """
@@ -45,6 +48,9 @@ _UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24,
 _LEAST_TOKENS, _LEAST_ELEMENTS = 64, 1024
 """Of a run that a norm is taken over."""
 
+_SHIFTS = tuple(2 ** (i / 8) for i in range(1, 8))
+"""What the further yardsticks of a small head multiply P, dS and O by before rounding."""
+
 _TILE_SCORES = {"numpy": 1 << 18, "cupy": 1 << 23}
 """Scores computed at a time: 2 MiB of float64 for a processor's caches, 64 MiB to fill a GPU."""
 
@@ -63,7 +69,6 @@ def unit_roundoff(dtype) -> float:
     return _UNIT_ROUNDOFF[np.dtype(dtype).name]
 
 
-@np.errstate(all="ignore")
 def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]:
     """Errors of `flash_attention_forward` over their bounds.
 
@@ -95,24 +100,7 @@ def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]
     True
 
     """
-    xp = _namespace(o)
-    if k.shape[1] == 0:  # a sum over no keys
-        return {"o": _exactly(o, 0), "lse": _exactly(lse, -xp.inf)}
-    most_score, most_lse, lse_error = xp.zeros((3, q.shape[0]))
-    norms = _Norms(o)
-    for heads, row_slices in _tiles(q, k):
-        keys, values = _float64(k[heads]), _float64(v[heads])
-        for rows in row_slices:
-            tile = _Tile(_float64(q[heads, rows]), keys, values, _scale(scale, q), o.dtype)
-            norms.add(heads, rows, o[heads, rows], tile.o, tile.o_yardstick, tile.o_magnitude)
-            _keep_most(most_score, heads, tile.score_magnitude)
-            _keep_most(most_lse, heads, abs(tile.lse))
-            _keep_most(lse_error, heads, abs(_float64(lse[heads, rows]) - tile.lse))
-    lse_bound = _accumulator_roundoff(o.dtype) * (24 + 4 * most_score + 2 * most_lse)
-    return {
-        "o": norms.largest_ratio(most_score),
-        "lse": _largest_ratio(lse_error, lse_bound, comparable=xp.isfinite(most_score)),
-    }
+    return _judged(lambda rounding: _forward_ratios(q, k, v, o, lse, _scale(scale, q), rounding), q, k, v)
 
 
 def attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, *, scale=None) -> dict[str, float]:
@@ -144,7 +132,8 @@ def attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, *, scale=None) -> dic
     True
 
     """
-    return _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch=None)
+    arrays = (d_o, q, k, v, d_q, d_k, d_v)
+    return _judged(lambda rounding: _backward_ratios(*arrays, None, _scale(scale, q), rounding), q, k, v)
 
 
 def psa_forward_ratios(qkv, out, lse, num_heads, *, key_dim=None, scale=None) -> dict[str, float]:
@@ -215,13 +204,9 @@ def psa_backward_ratios(
 
     """
     q, k, v = split_qkv(qkv, num_heads, key_dim)
-    return _backward_ratios(
-        tokens_first(d_out, num_heads),
-        *(q, k, v),
-        *split_qkv(d_qkv, num_heads, q.shape[2]),
-        scale,
-        branch=None if d_v_branch is None else tokens_first(d_v_branch, num_heads),
-    )
+    arrays = (tokens_first(d_out, num_heads), q, k, v, *split_qkv(d_qkv, num_heads, q.shape[2]))
+    branch = None if d_v_branch is None else tokens_first(d_v_branch, num_heads)
+    return _judged(lambda rounding: _backward_ratios(*arrays, branch, _scale(scale, q), rounding), q, k, v)
 
 
 def absolute_ratio(result, exact, direction: str) -> float:
@@ -256,16 +241,47 @@ def absolute_ratio(result, exact, direction: str) -> float:
     xp = _namespace(result)
     with np.errstate(all="ignore"):
         error = abs(_float64(result) - _float64(exact))
-        return _largest_ratio(error, xp.full(error.shape, bound), comparable=xp.isfinite(exact))
+        return _largest(_ratios(error, xp.full(error.shape, bound), comparable=xp.isfinite(exact)))
 
 
 # ---- exact results and yardstick, tile by tile
 
 
+class _Rounding:
+    """How the yardstick rounds to a dtype: results, and operands (P, dS, O), which it shifts meanwhile."""
+
+    def __init__(self, dtype, shift: float):
+        self._dtype, self._shift = dtype, shift
+
+    def result(self, x):
+        """Float64 numbers rounded to the dtype's; what would overflow stays as it is."""
+        if self._dtype == np.float64:
+            return x
+        rounded = _float64(x.astype(self._dtype))
+        xp = _namespace(x)
+        return xp.where(xp.isfinite(rounded), rounded, x)
+
+    def operand(self, x):
+        """Float64 numbers rounded to the dtype's, all of them divided by the shift."""
+        return self.result(x * self._shift) / self._shift
+
+
+def _judged(ratios_with, q, k, v) -> dict[str, float]:
+    """The largest ratio of all heads, each head's to the bound of its most lenient yardstick."""
+    ratios = ratios_with(_Rounding(q.dtype, 1.0))
+    if min(q.shape[1], k.shape[1]) * min(q.shape[2], v.shape[2]) < _LEAST_ELEMENTS:
+        for shift in _SHIFTS:
+            if all(_largest(of_heads) <= 1 for of_heads in ratios.values()):
+                break
+            others = ratios_with(_Rounding(q.dtype, shift))
+            ratios = {name: _namespace(q).minimum(ratios[name], others[name]) for name in ratios}
+    return {name: _largest(of_heads) for name, of_heads in ratios.items()}
+
+
 class _Tile:
     """Some rows of attention, exact and as the yardstick has them."""
 
-    def __init__(self, queries, keys, values, scale: float, dtype):
+    def __init__(self, queries, keys, values, scale: float, rounding: _Rounding):
         xp = _namespace(queries)
         scores = scale * (queries @ keys.transpose(0, 2, 1))
         self.score_magnitude = abs(scale) * (abs(queries) @ abs(keys).transpose(0, 2, 1))
@@ -274,16 +290,39 @@ class _Tile:
         row_sum = weights.sum(axis=2, keepdims=True)
         self.lse = (row_max + xp.log(row_sum))[..., 0]
         self.o = weights @ values / row_sum
-        self.o_yardstick = _rounded(_rounded(weights, dtype) @ values / row_sum, dtype)
+        o = rounding.operand(weights) @ values / row_sum
+        self.o_yardstick, self.o_operand = rounding.result(o), rounding.operand(o)
         self.o_magnitude = weights @ abs(values) / row_sum
         self.p = weights / row_sum
 
 
 @np.errstate(all="ignore")
-def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch) -> dict[str, float]:
+def _forward_ratios(q, k, v, o, lse, scale: float, rounding: _Rounding) -> dict:
+    xp = _namespace(o)
+    if k.shape[1] == 0:  # a sum over no keys
+        return {"o": _exactly(o, 0), "lse": _exactly(lse, -xp.inf)}
+    most_score, most_lse, lse_error = xp.zeros((3, q.shape[0]))
+    norms = _Norms(o)
+    for heads, row_slices in _tiles(q, k):
+        keys, values = _float64(k[heads]), _float64(v[heads])
+        for rows in row_slices:
+            tile = _Tile(_float64(q[heads, rows]), keys, values, scale, rounding)
+            norms.add(heads, rows, o[heads, rows], tile.o, tile.o_yardstick, tile.o_magnitude)
+            _keep_most(most_score, heads, tile.score_magnitude)
+            _keep_most(most_lse, heads, abs(tile.lse))
+            _keep_most(lse_error, heads, abs(_float64(lse[heads, rows]) - tile.lse))
+    lse_bound = _accumulator_roundoff(o.dtype) * (24 + 4 * most_score + 2 * most_lse)
+    return {
+        "o": norms.ratios(most_score),
+        "lse": _ratios(lse_error, lse_bound, comparable=xp.isfinite(most_score)),
+    }
+
+
+@np.errstate(all="ignore")
+def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, branch, scale: float, rounding: _Rounding) -> dict:
     if k.shape[1] == 0:
-        return {"d_q": _exactly(d_q, 0), "d_k": 0.0, "d_v": 0.0}
-    xp, dtype, scale = _namespace(q), q.dtype, _scale(scale, q)
+        return {"d_q": _exactly(d_q, 0), "d_k": _exactly(d_k, 0), "d_v": _exactly(d_v, 0)}
+    xp = _namespace(q)
     most_score, every = xp.zeros(q.shape[0]), slice(None)
     d_q_norms, d_k_norms, d_v_norms = _Norms(d_q), _Norms(d_k), _Norms(d_v)
     for heads, row_slices in _tiles(q, k):
@@ -295,12 +334,12 @@ def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch) -> dict[str, fl
             xp.abs(d_values[2], out=d_values[2])
         for rows in row_slices:
             queries, d_rows = _float64(q[heads, rows]), _float64(d_o[heads, rows])
-            tile = _Tile(queries, keys, values, scale, dtype)
+            tile = _Tile(queries, keys, values, scale, rounding)
             _keep_most(most_score, heads, tile.score_magnitude)
-            exact, yardstick, magnitude = _score_gradients(tile, d_rows, values, dtype)
+            exact, yardstick, magnitude = _score_gradients(tile, d_rows, values, rounding)
             d_queries = (
                 scale * (exact @ keys),
-                _rounded(scale * (yardstick @ keys), dtype),
+                rounding.result(scale * (yardstick @ keys)),
                 abs(scale) * (magnitude @ abs(keys)),
             )
             d_q_norms.add(heads, rows, d_q[heads, rows], *d_queries)
@@ -308,23 +347,23 @@ def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale, branch) -> dict[str, fl
             d_keys[1] += scale * (yardstick.transpose(0, 2, 1) @ queries)
             d_keys[2] += abs(scale) * (magnitude.transpose(0, 2, 1) @ abs(queries))
             d_values[0] += tile.p.transpose(0, 2, 1) @ d_rows
-            d_values[1] += _rounded(tile.p, dtype).transpose(0, 2, 1) @ d_rows
+            d_values[1] += rounding.operand(tile.p).transpose(0, 2, 1) @ d_rows
             d_values[2] += tile.p.transpose(0, 2, 1) @ abs(d_rows)
-        d_k_norms.add(heads, every, d_k[heads], d_keys[0], _rounded(d_keys[1], dtype), d_keys[2])
-        d_v_norms.add(heads, every, d_v[heads], d_values[0], _rounded(d_values[1], dtype), d_values[2])
+        d_k_norms.add(heads, every, d_k[heads], d_keys[0], rounding.result(d_keys[1]), d_keys[2])
+        d_v_norms.add(heads, every, d_v[heads], d_values[0], rounding.result(d_values[1]), d_values[2])
     norms = {"d_q": d_q_norms, "d_k": d_k_norms, "d_v": d_v_norms}
-    return {name: n.largest_ratio(most_score) for name, n in norms.items()}
+    return {name: n.ratios(most_score) for name, n in norms.items()}
 
 
-def _score_gradients(tile: _Tile, d_rows, values, dtype):
+def _score_gradients(tile: _Tile, d_rows, values, rounding: _Rounding):
     """The gradient of a tile's scaled scores: exact, the yardstick's, and in absolute values."""
     d_p = d_rows @ values.transpose(0, 2, 1)
     exact = tile.p * (d_p - (d_rows * tile.o).sum(axis=2, keepdims=True))
-    yardstick = tile.p * (d_p - (d_rows * tile.o_yardstick).sum(axis=2, keepdims=True))
+    yardstick = tile.p * (d_p - (d_rows * tile.o_operand).sum(axis=2, keepdims=True))
     magnitude = abs(d_rows) @ abs(values).transpose(0, 2, 1)
     magnitude += abs(d_rows * tile.o).sum(axis=2, keepdims=True)
     magnitude *= tile.p
-    return exact, _rounded(yardstick, dtype), magnitude
+    return exact, rounding.operand(yardstick), magnitude
 
 
 class _Norms:
@@ -344,19 +383,22 @@ class _Norms:
             squares[heads, rows] = (part * part).sum(axis=2)
         self._finite[heads] &= self._xp.isfinite(exact).all(axis=(1, 2))
 
-    def largest_ratio(self, most_score) -> float:
-        """The largest error / bound of the runs of every head whose scores and x* are finite."""
+    def ratios(self, most_score):
+        """Error / bound of each head's worst run; 0 where scores or x* are not finite."""
         comparable = self._finite & self._xp.isfinite(most_score)
-        return max((self._ratio(run, most_score, comparable) for run in self._runs), default=0.0)
+        worst = self._xp.zeros(comparable.shape)
+        for run in self._runs:
+            worst = self._xp.maximum(worst, self._run_ratios(run, most_score, comparable))
+        return worst
 
-    def _ratio(self, run: slice, most_score, comparable) -> float:
+    def _run_ratios(self, run: slice, most_score, comparable):
         error, yardstick, exact, magnitude = self._xp.sqrt(self._squares[:, :, run].sum(axis=2))
         bound = (
             1.5 * yardstick
             + unit_roundoff(self._dtype) * exact / 4
             + _accumulator_roundoff(self._dtype) * (8 + 4 * most_score) * magnitude
         )
-        return _largest_ratio(error, bound, comparable)
+        return _ratios(error, bound, comparable)
 
 
 def _runs(tokens: int, channels: int) -> list[slice]:
@@ -369,19 +411,23 @@ def _runs(tokens: int, channels: int) -> list[slice]:
 # ---- small helpers
 
 
-def _largest_ratio(error, bound, comparable) -> float:
-    """The largest error / bound among the comparable; infinity for NaN, 0 / 0 is 0."""
-    if error.size == 0:
-        return 0.0
+def _ratios(error, bound, comparable):
+    """Error / bound; infinity for NaN, 0 for 0 / 0 and for what is not comparable."""
     xp = _namespace(error)
     ratio = xp.where(error == 0, 0, error / bound)
     ratio = xp.where(xp.isnan(ratio) | ~xp.isfinite(bound), xp.inf, ratio)
-    return float(xp.where(comparable, ratio, 0).max())
+    return xp.where(comparable, ratio, 0)
 
 
-def _exactly(array, value) -> float:
-    """0 if every element equals the value, else infinity."""
-    return 0.0 if bool((array == value).all()) else float("inf")
+def _exactly(array, value):
+    """For each head, 0 if every element equals the value, else infinity."""
+    ratios = _namespace(array).zeros(array.shape[0])
+    ratios[(_float64(array) != value).any(axis=tuple(range(1, array.ndim)))] = np.inf
+    return ratios
+
+
+def _largest(ratios) -> float:
+    return float(ratios.max()) if ratios.size else 0.0
 
 
 def _keep_most(most, heads, values) -> None:
@@ -393,15 +439,6 @@ def _keep_most(most, heads, values) -> None:
 def _tiles(q, k):
     most_scores = _TILE_SCORES["cupy" if is_cupy(q) else "numpy"]
     return tiles(q.shape[0], q.shape[1], k.shape[1], most_scores)
-
-
-def _rounded(x, dtype):
-    """Float64 numbers rounded to a dtype's; what would overflow stays as it is."""
-    if dtype == np.float64:
-        return x
-    rounded = _float64(x.astype(dtype))
-    xp = _namespace(x)
-    return xp.where(xp.isfinite(rounded), rounded, x)
 
 
 def _accumulator_roundoff(dtype) -> float:

@@ -1,0 +1,426 @@
+"""The bounds accept the flash formula, computed in the dtype, and reject the mistakes that kernels make."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psa_cupy import reference, testing
+from psa_cupy.testing import GradientError, bounds, gradcheck
+
+from .executors import executors
+from .strategies import DTYPES, KEY_DIMS, MAGNITUDES, normal, problems, seeds
+
+BFLOAT16 = DTYPES[1]
+
+
+# ---- the flash formula as a kernel computes it: float32 (float64), online over chunks of keys
+
+
+def accumulator(dtype):
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def dot(a, b):
+    """One multiply-add after the other: what a kernel does, and worse than BLAS's blocks."""
+    total = np.zeros((*a.shape[:2], b.shape[1]), a.dtype)
+    for channel in range(a.shape[2]):
+        total += a[:, :, None, channel] * b[:, None, :, channel]
+    return total
+
+
+def flash_forward(q, k, v, scale=None, chunk=16):
+    dtype, work = q.dtype, accumulator(q.dtype)
+    q, k, v = (x.astype(work) for x in (q, k, v))
+    scores = dot(q, k) * work(q.shape[2] ** -0.5 if scale is None else scale)
+    row_max = np.full((*q.shape[:2], 1), -np.inf, work)
+    row_sum, o = np.zeros_like(row_max), np.zeros((*q.shape[:2], v.shape[2]), work)
+    for start in range(0, k.shape[1], chunk):
+        part = scores[:, :, start : start + chunk]
+        new_max = np.maximum(row_max, part.max(axis=2, keepdims=True))
+        p, shrink = np.exp(part - new_max), np.exp(row_max - new_max)
+        row_sum = row_sum * shrink + p.sum(axis=2, keepdims=True)
+        o = o * shrink + p.astype(dtype).astype(work) @ v[:, start : start + chunk]
+        row_max = new_max
+    return (o / row_sum).astype(dtype), (row_max + np.log(row_sum))[..., 0]
+
+
+def flash_backward(d_o, q, k, v, o, lse, scale=None, with_delta=True):
+    dtype, work = q.dtype, accumulator(q.dtype)
+    scale = work(q.shape[2] ** -0.5 if scale is None else scale)
+    d_o, q, k, v, o = (x.astype(work) for x in (d_o, q, k, v, o))
+    p = np.exp(dot(q, k) * scale - lse[..., None])
+    delta = (d_o * o).sum(axis=2, keepdims=True) if with_delta else 0
+    d_scores = (p * (dot(d_o, v) - delta)).astype(dtype).astype(work)
+    p = p.astype(dtype).astype(work)
+    d_q, d_k = scale * (d_scores @ k), scale * (d_scores.transpose(0, 2, 1) @ q)
+    return tuple(x.astype(dtype) for x in (d_q, d_k, p.transpose(0, 2, 1) @ d_o))
+
+
+def most(ratios):
+    return max(ratios.values())
+
+
+# ---- good results pass
+
+
+@given(
+    problems(tokens=(1, 7, 31, 63, 65, 127, 129), max_bh=2, halves=False),
+    st.sampled_from((None, 0.0, -0.1)),
+)
+def test_the_flash_formula_passes(p, scale):
+    q, k, v = p.attention_inputs()
+    d_o = normal((*q.shape[:2], p.value_dim), p.dtype, p.seed + 1)
+    o, lse = flash_forward(q, k, v, scale)
+    forward = testing.attention_forward_ratios(q, k, v, o, lse, scale=scale)
+    backward = testing.attention_backward_ratios(
+        d_o, q, k, v, *flash_backward(d_o, q, k, v, o, lse, scale), scale=scale
+    )
+    assert set(forward) == {"o", "lse"} and set(backward) == {"d_q", "d_k", "d_v"}
+    assert most(forward) <= 1 and most(backward) <= 1
+
+
+@given(problems(tokens=(1, 7, 33, 129, 400), max_bh=2, magnitudes=MAGNITUDES[:3]))
+def test_the_reference_passes(p):
+    out, lse = reference.psa_forward(p.qkv(), p.num_heads)
+    branch = p.d_v_branch()
+    d_qkv = reference.psa_backward(p.d_out(), p.qkv(), out, lse, p.num_heads, d_v_branch=branch)
+    assert most(testing.psa_forward_ratios(p.qkv(), out, lse, p.num_heads)) <= 0.67
+    ratios = testing.psa_backward_ratios(p.d_out(), p.qkv(), d_qkv, p.num_heads, d_v_branch=branch)
+    assert most(ratios) <= 0.67
+    without = testing.psa_backward_ratios(p.d_out(), p.qkv(), d_qkv, p.num_heads)
+    assert without["d_v"] > 1 and without["d_q"] <= 0.67
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 31])
+@pytest.mark.parametrize("key_dim", KEY_DIMS[:2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_heads_do_not_fail_by_chance(dtype, key_dim, tokens):
+    """Norms of few numbers scatter: here are many heads, each with a norm of its own."""
+    q, k, v, d_o = (normal((200, tokens, key_dim), dtype, i) for i in range(4))
+    o, lse = flash_forward(q, k, v)
+    assert most(testing.attention_forward_ratios(q, k, v, o, lse)) <= 1
+    gradients = flash_backward(d_o, q, k, v, o, lse)
+    assert most(testing.attention_backward_ratios(d_o, q, k, v, *gradients)) <= 1
+
+
+@pytest.mark.parametrize("magnitude", [30.0, 1e5])
+@pytest.mark.parametrize("key_dim", [1, 32, 128])
+@pytest.mark.parametrize("tokens", [1, 129])
+def test_cancelling_scores_pass(tokens, key_dim, magnitude):
+    """One score near zero is the sum of large terms: float32 cannot be exact relative to the score itself."""
+    shape = (200 if tokens == 1 else 2, tokens, key_dim)
+    q, k = (normal(shape, np.float32, i, magnitude**0.5) for i in range(2))
+    v = normal(shape, np.float32, 2)
+    assert most(testing.attention_forward_ratios(q, k, v, *flash_forward(q, k, v))) <= 1
+
+
+# ---- mistakes fail
+
+
+def forward_mutants(q, k, v):
+    """Name, wrong (o, lse), and who must see it."""
+    padded_k, padded_v = (np.concatenate([x, np.zeros_like(x[:, :1])], axis=1) for x in (k, v))
+    o, lse = flash_forward(q, k, v)
+    stale, half, nan, one = o.copy(), v.shape[2] // 2, o.copy(), o.copy()
+    stale[-1, -1] = 0
+    nan[0, 5, 3] = np.nan
+    one[-1, :, -1] = one[-1, :, 0]
+    yield "a dropped key", flash_forward(q, k[:, :-1], v[:, :-1]), {"o", "lse"}
+    yield "a key too many", flash_forward(q, padded_k, padded_v), {"lse"}
+    yield "a repeated key", flash_forward(q, *(np.append(x, x[:, -1:], axis=1) for x in (k, v))), {"o", "lse"}
+    yield "scale off by 2 percent", flash_forward(q, k, v, 1.02 * q.shape[2] ** -0.5), {"o", "lse"}
+    yield "scale of value_dim", flash_forward(q, k, v, v.shape[2] ** -0.5), {"o", "lse"}
+    yield "scale forgotten", flash_forward(q, k, v, 1.0), {"o", "lse"}
+    yield "scale's sign", flash_forward(q, k, v, -(q.shape[2] ** -0.5)), {"o", "lse"}
+    yield "swapped halves", (np.concatenate([o[..., half:], o[..., :half]], axis=2), lse), {"o"}
+    yield "heads swapped", (o[::-1], lse[::-1]), {"o", "lse"}
+    yield "tokens transposed", transposed(o, lse), {"o", "lse"}
+    yield "a stale last row", (stale, lse), {"o"}
+    yield "a wrong last channel", (one, lse), {"o"}
+    yield "NaN in one element", (nan, lse), {"o"}
+    yield "lse in base 2", (o, lse / np.log(2).astype(lse.dtype)), {"lse"}
+    yield "lse without the maximum", (o, lse - lse[:, :1]), {"lse"}
+    yield "keys and values apart by one", flash_forward(q, k, np.roll(v, 1, axis=1)), {"o"}
+    yield "values' fragment swapped", flash_forward(q, k, swapped_neighbours(v)), {"o"}
+
+
+def transposed(o, lse):
+    """Tokens in (W, H) order."""
+    order = np.arange(o.shape[1]).reshape(20, -1).T.reshape(-1)
+    return o[:, order], lse[:, order]
+
+
+def swapped_neighbours(x):
+    """Two tokens in the middle exchanged."""
+    order = np.arange(x.shape[1])
+    order[[8, 9]] = order[[9, 8]]
+    return x[:, order]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_mistakes_fail(dtype):
+    q, k = (normal((2, 400, 32), dtype, i) for i in range(2))
+    v = normal((2, 400, 64), dtype, 2)
+    assert most(testing.attention_forward_ratios(q, k, v, *flash_forward(q, k, v))) <= 1
+    for name, wrong, seen_by in forward_mutants(q, k, v):
+        ratios = testing.attention_forward_ratios(q, k, v, *wrong)
+        assert all(ratios[result] > 1 for result in seen_by), (name, ratios)
+
+
+def test_a_key_too_many_is_seen_by_lse_alone():
+    """Of values that are all alike the mean with one more, equal, value is the same."""
+    q, k = (normal((1, 400, 32), BFLOAT16, i) for i in range(2))
+    v = np.ones((1, 400, 64), BFLOAT16)
+    one_more = flash_forward(q, *(np.append(x, x[:, -1:], axis=1) for x in (k, v)))
+    ratios = testing.attention_forward_ratios(q, k, v, *one_more)
+    assert ratios["o"] <= 1 and ratios["lse"] > 50
+
+
+def backward_mutants(d_o, q, k, v):
+    o, lse = flash_forward(q, k, v)
+    right = flash_backward(d_o, q, k, v, o, lse)
+    d_q, d_k, d_v = right
+    with_stale_row = [x.copy() for x in right]
+    for x in with_stale_row:
+        x[-1, -1] = 0
+    everything = {"d_q", "d_k", "d_v"}
+    less = [x[:, :-1] for x in (d_o, q, o, lse)]
+    yield "a dropped query", (d_q, *flash_backward(less[0], less[1], k, v, *less[2:])[1:]), {"d_k", "d_v"}
+    d_q_less = flash_backward(d_o, q, k[:, :-1], v[:, :-1], o, lse)[0]
+    yield "a dropped key", (d_q_less, d_k, d_v), {"d_q"}
+    yield "no delta", flash_backward(d_o, q, k, v, o, lse, with_delta=False), {"d_q", "d_k"}
+    yield "scale forgotten", (d_q * q.dtype.type(32**0.5), d_k * q.dtype.type(32**0.5), d_v), {"d_q", "d_k"}
+    yield "scale off by 2 percent", flash_backward(d_o, q, k, v, o, lse, 1.02 * 32**-0.5), everything
+    yield "lse of the next row", flash_backward(d_o, q, k, v, o, np.roll(lse, 1, 1)), everything
+    yield "o of the next row", flash_backward(d_o, q, k, v, np.roll(o, 1, 1), lse), {"d_q", "d_k"}
+    yield "d_o of the other head", flash_backward(d_o[::-1], q, k, v, o, lse), everything
+    yield "d_q and d_k exchanged", (d_k, d_q, d_v), {"d_q", "d_k"}
+    yield "added twice", tuple(x + x for x in right), everything
+    yield "a stale last row", tuple(with_stale_row), everything
+    yield "not written", tuple(np.full_like(x, np.nan) for x in right), everything
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_mistakes_fail(dtype):
+    q, k = (normal((2, 200, 32), dtype, i) for i in range(2))
+    v, d_o = (normal((2, 200, 64), dtype, i) for i in (2, 3))
+    for name, wrong, seen_by in backward_mutants(d_o, q, k, v):
+        ratios = testing.attention_backward_ratios(d_o, q, k, v, *wrong)
+        assert all(ratios[result] > 1 for result in seen_by), (name, ratios)
+        assert all(ratio <= 1 for result, ratio in ratios.items() if result not in seen_by), (name, ratios)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [2, 7, 31])
+def test_mistakes_in_small_heads_fail(tokens, dtype):
+    """Small heads are allowed more yardsticks, but no mistakes."""
+    q, k, v, d_o = (normal((1, tokens, 5), dtype, i) for i in range(4))
+    o, lse = flash_forward(q, k, v)
+    d_q, d_k, d_v = flash_backward(d_o, q, k, v, o, lse)
+    wrong_forward = {
+        "a dropped key": flash_forward(q, k[:, :-1], v[:, :-1]),
+        "a stale row": (o * (np.arange(tokens) > 0)[:, None].astype(dtype), lse - np.arange(tokens) * 1e-3),
+    }
+    for name, wrong in wrong_forward.items():
+        ratios = testing.attention_forward_ratios(q, k, v, *wrong)
+        assert min(ratios.values()) > 1, (name, ratios)
+    wrong_backward = {
+        "no delta": (*flash_backward(d_o, q, k, v, o, lse, with_delta=False)[:2], d_v[:, ::-1]),
+        "scale off by 5 percent": flash_backward(d_o, q, k, v, o, lse, 1.05 * 5**-0.5),
+        "added twice": (d_q + d_q, d_k + d_k, d_v + d_v),
+    }
+    for name, wrong in wrong_backward.items():
+        ratios = testing.attention_backward_ratios(d_o, q, k, v, *wrong)
+        assert min(ratios.values()) > 1, (name, ratios)
+
+
+def test_less_precise_arithmetic_fails():
+    """float32 results of products in TF32, and float64 results of float32 arithmetic."""
+    q, k, v = (normal((1, 129, 32), np.float32, i) for i in range(3))
+    tf32 = [(x.view(np.uint32) + 0x1000 & 0xFFFFE000).view(np.float32) for x in (q, k, v)]
+    assert min(testing.attention_forward_ratios(q, k, v, *flash_forward(*tf32)).values()) > 1
+    q, k, v = (normal((1, 129, 32), np.float64, i) for i in range(3))
+    o, lse = flash_forward(*(x.astype(np.float32) for x in (q, k, v)))
+    ratios = testing.attention_forward_ratios(q, k, v, o.astype(np.float64), lse.astype(np.float64))
+    assert min(ratios.values()) > 1e3
+
+
+def test_a_wrong_row_of_a_long_head_fails():
+    """One row of 1600 is 2.5 percent of the head's norm: its run of 64 rows sees it."""
+    q, k, v = (normal((1, 1600, 8), BFLOAT16, i) for i in range(3))
+    o, lse = reference.flash_attention_forward(q, k, v)
+    assert testing.attention_forward_ratios(q, k, v, o, lse)["o"] <= 1
+    o[0, 1599] *= 1.125
+    assert testing.attention_forward_ratios(q, k, v, o, lse)["o"] > 1
+
+
+# ---- what the ratios mean
+
+
+def test_a_head_that_is_not_finite_is_not_compared_but_the_others_are():
+    qkv = normal((1, 24, 3, 3), np.float32, 0)
+    qkv[0, 0, 0, 0] = np.nan  # head 0 of 3
+    out, lse = reference.psa_forward(qkv, 3)
+    assert np.isnan(out).any() and most(testing.psa_forward_ratios(qkv, out, lse, 3)) <= 1
+    out[0, -1, 2, 2] = np.nan  # head 2
+    assert testing.psa_forward_ratios(qkv, out, lse, 3)["o"] == np.inf
+    lse[0, 1, 0] = np.inf
+    assert testing.psa_forward_ratios(qkv, out, lse, 3)["lse"] == np.inf
+    d_qkv = reference.psa_backward(np.ones_like(out), qkv, *reference.psa_forward(qkv, 3), 3)
+    assert most(testing.psa_backward_ratios(np.ones_like(out), qkv, d_qkv, 3)) <= 1
+    d_qkv[0, -1] = np.nan
+    assert testing.psa_backward_ratios(np.ones_like(out), qkv, d_qkv, 3)["d_v"] == np.inf
+
+
+def test_exact_zeros_must_be_zero():
+    """With scale 0 nothing reaches q and k."""
+    q, k, v, d_o = (normal((1, 9, 4), np.float32, i) for i in range(4))
+    o, lse = reference.flash_attention_forward(q, k, v, scale=0.0)
+    d_q, d_k, d_v = reference.flash_attention_backward(d_o, q, k, v, o, lse, scale=0.0)
+    assert testing.attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale=0)["d_q"] == 0
+    d_q[0, 0, 0] = 1e-30
+    assert testing.attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, scale=0)["d_q"] == np.inf
+
+
+def test_no_keys():
+    q, none = np.ones((2, 3, 4), np.float32), np.ones((2, 0, 4), np.float32)
+    o, lse = np.zeros_like(q), np.full((2, 3), -np.inf, np.float32)
+    assert testing.attention_forward_ratios(q, none, none, o, lse) == {"o": 0, "lse": 0}
+    assert testing.attention_forward_ratios(q, none, none, o + 1, lse) == {"o": np.inf, "lse": 0}
+    assert testing.attention_forward_ratios(q, none, none, o, np.zeros_like(lse))["lse"] == np.inf
+    assert most(testing.attention_backward_ratios(q, q, none, none, o, none, none)) == 0
+    assert testing.attention_backward_ratios(q, q, none, none, q, none, none)["d_q"] == np.inf
+    assert most(testing.attention_forward_ratios(none, q, q, none, lse[:, :0])) == 0
+    assert most(testing.attention_backward_ratios(none, none, q, q, none, o, o)) == 0
+    assert testing.attention_backward_ratios(none, none, q, q, none, q, o)["d_k"] == np.inf
+
+
+@given(seeds())
+def test_ratios_do_not_depend_on_the_tiles(seed):
+    q, k, v, d_o = (normal((3, 70, 5), np.float16, seed + i) for i in range(4))
+    o, lse = reference.flash_attention_forward(q, k, v)
+    gradients = reference.flash_attention_backward(d_o, q, k, v, o, lse)
+    tiles = bounds._TILE_SCORES["numpy"]
+    try:
+        found = []
+        for bounds._TILE_SCORES["numpy"] in (tiles, 70 * 7, 1):
+            ratios = testing.attention_forward_ratios(q, k, v, o, lse)
+            ratios |= testing.attention_backward_ratios(d_o, q, k, v, *gradients)
+            found.append(list(ratios.values()))
+    finally:
+        bounds._TILE_SCORES["numpy"] = tiles
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-6)
+
+
+def test_the_bound_by_hand():
+    """One query, two keys of score 0, v = 1 and 2: o* = 1.5, lse* = ln 2, and the yardstick is exact."""
+    q, k, v = np.zeros((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [2.0]]])
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    o, lse = np.array([[[1.5 + 2.0**-20]]], np.float32), np.array([[np.log(2.0) + 2.0**-20]], np.float32)
+    ratios = testing.attention_forward_ratios(q, k, v, o, lse)
+    u = 2.0**-24
+    assert ratios["o"] == pytest.approx(2.0**-20 / (u * 1.5 / 4 + 8 * u * 1.5), rel=1e-12)
+    error = float(lse[0, 0]) - np.log(2.0)
+    assert ratios["lse"] == pytest.approx(error / (u * (24 + 2 * np.log(2.0))), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_absolute_bounds(dtype):
+    qkv, d_out = normal((1, 256, 20, 20), dtype, 0), normal((1, 128, 20, 20), dtype, 1)
+    q, k, v = (x.transpose(0, 2, 1) for x in np.split(qkv.reshape(2, 128, 400), (32, 64), axis=1))
+    d_o = d_out.reshape(2, 64, 400).transpose(0, 2, 1)
+    o, lse = flash_forward(q, k, v)
+    exact = reference.flash_attention_forward(*(x.astype(np.float64) for x in (q, k, v)))
+    assert testing.absolute_ratio(o, exact[0], "forward") <= 1
+    gradients = flash_backward(d_o, q, k, v, o, lse)
+    wide = [x.astype(np.float64) for x in (d_o, q, k, v)]
+    for gradient, right in zip(gradients, reference.flash_attention_backward(*wide, *exact), strict=True):
+        assert testing.absolute_ratio(gradient, right, "backward") <= 1
+    o[0, 7, 7] += 3 * testing.ABSOLUTE_BOUNDS["forward", dtype]
+    assert testing.absolute_ratio(o, exact[0], "forward") > 1
+    o[0, 7, 7] = np.nan
+    assert testing.absolute_ratio(o, exact[0], "forward") == np.inf
+
+
+def test_unit_roundoff():
+    for dtype in DTYPES:
+        u = testing.unit_roundoff(dtype)
+        one = np.ones((), dtype)
+        assert (one + dtype.type(2 * u)).astype(np.float64) == 1 + 2 * u
+        assert (one + dtype.type(u)).astype(np.float64) == 1  # a tie, to even
+
+
+@executors("reference", "gpu")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ratios_where_the_arrays_are(executor, dtype):
+    qkv, d_out = normal((2, 3 * 40, 7, 9), dtype, 0), normal((2, 3 * 20, 7, 9), dtype, 1)
+    out, lse = reference.psa_forward(qkv, 3)
+    d_qkv = reference.psa_backward(d_out, qkv, out, lse, 3)
+    expected = testing.psa_forward_ratios(qkv, out, lse, 3)
+    expected |= testing.psa_backward_ratios(d_out, qkv, d_qkv, 3, d_v_branch=d_out)
+    qkv, d_out, out, lse, d_qkv = map(executor.array, (qkv, d_out, out, lse, d_qkv))
+    found = testing.psa_forward_ratios(qkv, out, lse, 3)
+    found |= testing.psa_backward_ratios(d_out, qkv, d_qkv, 3, d_v_branch=d_out)
+    assert found == pytest.approx(expected, rel=1e-3, abs=0.1 if dtype == np.float64 else 1e-4)
+
+
+# ---- gradcheck
+
+
+def square_times(x, y):
+    return (x * x).sum(axis=0) * y, x.sum()
+
+
+def square_times_backward(d_product, d_sum, x, y):
+    return 2 * x * (d_product * y) + d_sum, d_product * (x * x).sum(axis=0)
+
+
+ARRAYS = [normal((3, 4), np.float32, 0), normal((4,), np.float64, 1)]
+
+
+@executors("reference", "gpu")
+def test_gradcheck_accepts(executor):
+    arrays = [executor.array(a) for a in ARRAYS]
+    assert gradcheck(square_times, square_times_backward, arrays) <= 1e-6
+    assert gradcheck(lambda x: x * 0, lambda d, x: x * 0, arrays[:1]) == 0
+    assert gradcheck(square_times, lambda *a: (square_times_backward(*a)[0], None), arrays) <= 1e-6
+    assert all(executor.to_numpy(a).tobytes() == b.tobytes() for a, b in zip(arrays, ARRAYS, strict=True))
+
+
+def test_gradcheck_dumps_what_failed():
+    def wrong(*arguments):
+        d_x, d_y = square_times_backward(*arguments)
+        d_x[2, 1] += 0.01
+        return d_x, d_y
+
+    with pytest.raises(GradientError) as failure:
+        gradcheck(square_times, wrong, ARRAYS)
+    message = str(failure.value)
+    assert "gradient 0 has relative error" in message and "expected at most 1e-06" in message
+    assert "array 0: shape (3, 4)" in message and "array 1: shape (4,)" in message
+    assert "output 0: shape (4,)" in message and "output 1: shape ()" in message
+    assert "worst of 12 elements tried: [2, 1]" in message and "off by 0.01" in message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda d_x, d_y: (d_x, d_y * (1 + 1e-5)),
+        lambda d_x, d_y: (-d_x, d_y),
+        lambda d_x, d_y: (d_x * np.nan, d_y),
+        lambda d_x, d_y: (d_x[::-1], d_y),
+    ],
+)
+def test_gradcheck_rejects(wrong):
+    with pytest.raises(GradientError):
+        gradcheck(square_times, lambda *a: wrong(*square_times_backward(*a)), ARRAYS)
+
+
+def test_gradcheck_says_what_backward_should_have_given():
+    with pytest.raises(ValueError, match=r"backward gave 1 gradients, expected one for each of 2 arrays"):
+        gradcheck(square_times, lambda *a: square_times_backward(*a)[0], ARRAYS)
+    with pytest.raises(ValueError, match=r"gradient 0 has shape \(4, 3\), expected \(3, 4\)"):
+        gradcheck(square_times, lambda *a: (square_times_backward(*a)[0].T, None), ARRAYS)
+    with pytest.raises(ValueError, match="arrays is empty"):
+        gradcheck(square_times, square_times_backward, [])
