@@ -1,0 +1,111 @@
+"""gradcheck finds backwards that are wrong, and says where."""
+
+import numpy as np
+import pytest
+
+from psa_cupy import autograd
+from psa_cupy.autograd import Variable, gradcheck, record
+from psa_cupy.testing import GradientError
+
+X = np.random.default_rng(0).standard_normal((3, 3))
+
+
+def squared(x, backward=lambda x, d_y: d_y @ x.T + x.T @ d_y):
+    """The matrix product x @ x, differentiated by the backward given."""
+
+    def run(saved, d_outputs, targets):
+        (x,), (d_y,), (d_x,) = saved, d_outputs, targets
+        if d_x is None:
+            return (backward(x, d_y),)
+        d_x += backward(x, d_y)
+        return (d_x,)
+
+    return record("squared", (x,), (x.data @ x.data,), (x.data,), run)[0]
+
+
+def test_a_right_backward_passes():
+    assert gradcheck(squared, [X]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        pytest.param(lambda x, d_y: 1.001 * (d_y @ x.T + x.T @ d_y), id="a factor"),
+        pytest.param(lambda x, d_y: -(d_y @ x.T + x.T @ d_y), id="a sign"),
+        pytest.param(lambda x, d_y: d_y @ x.T - x.T @ d_y, id="the sign of a term"),
+        pytest.param(lambda x, d_y: d_y @ x + x.T @ d_y, id="a transposed index"),
+        pytest.param(lambda x, d_y: (d_y @ x.T + x.T @ d_y).T.copy(), id="the result transposed"),
+        pytest.param(lambda x, d_y: d_y @ x.T, id="a term left out"),
+        pytest.param(lambda x, d_y: np.zeros_like(x), id="nothing"),
+        pytest.param(lambda x, d_y: np.full_like(x, np.nan), id="not a number"),
+    ],
+)
+def test_a_wrong_backward_fails(backward):
+    with pytest.raises(GradientError):
+        gradcheck(lambda x: squared(x, backward), [X])
+
+
+def test_the_dump_names_the_input_and_the_worst_element():
+    def wrong_at_one_element(x, d_y):
+        gradient = d_y @ x.T + x.T @ d_y
+        gradient[2, 1] += 5
+        return gradient
+
+    def function(a, b):
+        return autograd.add(a, squared(b, wrong_at_one_element))
+
+    with pytest.raises(GradientError) as caught:
+        gradcheck(function, [X, X + 1])
+    dump = str(caught.value)
+    assert dump.startswith("gradcheck: gradient 1 has relative error")
+    assert "array 0: shape (3, 3)" in dump and "output 0: shape (3, 3)" in dump
+    assert "along a random direction: backward" in dump
+    assert "worst of 9 elements tried: [2, 1]: backward" in dump and "off by 5" in dump
+
+
+def test_an_input_that_backward_forgot_fails():
+    """No gradient means zero, and that is checked."""
+
+    def function(a, b):
+        c = record(
+            "a + b", (a,), (a.data + b.data,), (), lambda saved, d_outputs, targets: (d_outputs[0].copy(),)
+        )
+        return c[0]
+
+    with pytest.raises(GradientError, match="gradient 1"):
+        gradcheck(function, [X, X])
+
+
+def test_a_function_that_is_not_recorded_fails():
+    with pytest.raises(GradientError):
+        gradcheck(lambda x: Variable(x.data**2, requires_grad=False), [X])
+
+
+def test_constants_are_not_checked():
+    constant = Variable(X, requires_grad=False)
+    assert gradcheck(autograd.multiply, [X, constant]) <= 1e-6
+    wrong = lambda x: squared(x, lambda x, d_y: d_y)  # noqa: E731
+    assert gradcheck(lambda a, b: autograd.add(a, wrong(b)), [X, constant]) <= 1e-6
+
+
+def test_several_outputs_are_checked_together():
+    def function(x):
+        return autograd.multiply(x, 2), squared(x), autograd.sum(x)
+
+    assert gradcheck(function, [X]) <= 1e-6
+    with pytest.raises(GradientError):
+        gradcheck(lambda x: (autograd.multiply(x, 2), squared(x, lambda x, d_y: d_y @ x.T)), [X])
+
+
+def test_inputs_of_any_dtype_are_checked_in_float64_and_left_alone():
+    x = X.astype(np.float32)
+    before = x.copy()
+    seen = []
+
+    def function(x):
+        seen.append(x.dtype)
+        return squared(x)
+
+    assert gradcheck(function, [Variable(x)]) <= 1e-6
+    assert set(seen) == {np.dtype(np.float64)}
+    assert (x == before).all()
