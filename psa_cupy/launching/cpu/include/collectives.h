@@ -17,7 +17,8 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE())
     cuda_on_cpu::warp_meet(mask, nullptr, line);
 }
 
-// Fences order one thread's own accesses; the fibers of a launch share one processor thread, which does so anyway.
+// Fences order one thread's own accesses; the fibers of a launch share one processor thread, which does so
+// anyway.
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
@@ -29,7 +30,8 @@ struct ShuffleInput {
     alignas(8) unsigned char value[8];
 };
 
-template <class T> inline T shuffle_from(unsigned mask, T value, int source_lane, int line) {
+template <class T>
+inline T shuffle_from(unsigned mask, T value, int source_lane, int line) {
     static_assert(sizeof(T) <= 8, "shuffles move at most 8 bytes");
     ShuffleInput input;
     input.source_lane = source_lane;
@@ -54,7 +56,8 @@ inline unsigned existing_lanes() {
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, int line = __builtin_LINE()) {
     const int lane = cuda_on_cpu::current_thread->lane;
-    return cuda_on_cpu::shuffle_from(mask, value, cuda_on_cpu::group_start(lane, width) | (source & (width - 1)), line);
+    return cuda_on_cpu::shuffle_from(mask, value,
+                                     cuda_on_cpu::group_start(lane, width) | (source & (width - 1)), line);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, int line = __builtin_LINE()) {
@@ -63,7 +66,8 @@ inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, int l
     return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane, line);
 }
 template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, int line = __builtin_LINE()) {
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
+                          int line = __builtin_LINE()) {
     const int lane = cuda_on_cpu::current_thread->lane, source = lane + (int)delta;
     const bool inside = source < cuda_on_cpu::group_start(lane, width) + width;
     return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane, line);

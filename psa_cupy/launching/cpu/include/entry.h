@@ -1,5 +1,5 @@
-// The door of a kernel: a function that takes its arguments as an array of addresses (as cuLaunchKernel does),
-// and its parameter types, against which the loader checks them.
+// The door of a kernel: a function that takes its arguments as an array of addresses (as cuLaunchKernel
+// does), and its parameter types, against which the loader checks them.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,8 @@
 namespace cuda_on_cpu {
 
 // NumPy's name of a parameter type; "*" in front for a pointer, "*" alone for a pointer to anything else.
-template <class T> constexpr const char* parameter_type() {
+template <class T>
+constexpr const char* parameter_type() {
     typedef std::remove_cv_t<T> U;
     if constexpr (std::is_pointer_v<U>) {
         typedef std::remove_cv_t<std::remove_pointer_t<U>> Element;
@@ -28,7 +29,8 @@ template <class T> constexpr const char* parameter_type() {
     }
 }
 
-template <class... T> const char* const* parameter_types(void (*)(T...)) {
+template <class... T>
+const char* const* parameter_types(void (*)(T...)) {
     static const char* const names[] = {parameter_type<T>()..., nullptr};
     return names;
 }
@@ -37,14 +39,15 @@ template <class... T, size_t... I>
 CUDA_ON_CPU_UNSEEN inline void call(void (*kernel)(T...), void** arguments, std::index_sequence<I...>) {
     kernel(*static_cast<std::remove_cv_t<T>*>(arguments[I])...);
 }
-template <class... T> CUDA_ON_CPU_UNSEEN inline void call(void (*kernel)(T...), void** arguments) {
+template <class... T>
+CUDA_ON_CPU_UNSEEN inline void call(void (*kernel)(T...), void** arguments) {
     call(kernel, arguments, std::index_sequence_for<T...>());
 }
 
 }  // namespace cuda_on_cpu
 
-#define CUDA_ON_CPU_ENTRY(NAME)                                                                               \
-    extern "C" CUDA_ON_CPU_UNSEEN void cuda_on_cpu_call_##NAME(void** arguments) {                            \
-        ::cuda_on_cpu::call(&NAME, arguments);                                                                \
-    }                                                                                                         \
+#define CUDA_ON_CPU_ENTRY(NAME)                                                    \
+    extern "C" CUDA_ON_CPU_UNSEEN void cuda_on_cpu_call_##NAME(void** arguments) { \
+        ::cuda_on_cpu::call(&NAME, arguments);                                     \
+    }                                                                              \
     extern "C" const char* const* cuda_on_cpu_types_##NAME() { return ::cuda_on_cpu::parameter_types(&NAME); }

@@ -20,17 +20,25 @@ inline uint16_t float16_from_float_in_software(float value) {
     return sign | (uint16_t)((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
 }
 inline float float_from_float16_in_software(uint16_t bits) {
-    const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, fraction = bits & 0x3ff;
+    const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 31,
+                   fraction = bits & 0x3ff;
     if (exponent == 31) return bits_as<float>(sign | 0x7f800000 | fraction << 13);
     if (exponent == 0) return (sign ? -5.9604644775390625e-8f : 5.9604644775390625e-8f) * (float)fraction;
     return bits_as<float>(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
-#ifdef __FLT16_MAX__  // GCC 12: one instruction where the processor has it
+// The compiler's own type, where it has one: conversions are an instruction then. (On x86-64 since GCC 12.)
+#if defined(__aarch64__)
+#define CUDA_ON_CPU_NATIVE_FLOAT16 __fp16
+#elif defined(__x86_64__) && defined(__FLT16_MAX__)
+#define CUDA_ON_CPU_NATIVE_FLOAT16 _Float16
+#endif
+
+#ifdef CUDA_ON_CPU_NATIVE_FLOAT16
 inline uint16_t float16_from_float(float value) {
-    return value != value ? 0x7fff : bits_as<uint16_t>((_Float16)value);
+    return value != value ? 0x7fff : bits_as<uint16_t>((CUDA_ON_CPU_NATIVE_FLOAT16)value);
 }
-inline float float_from_float16(uint16_t bits) { return (float)bits_as<_Float16>(bits); }
+inline float float_from_float16(uint16_t bits) { return (float)bits_as<CUDA_ON_CPU_NATIVE_FLOAT16>(bits); }
 #else
 inline uint16_t float16_from_float(float value) { return float16_from_float_in_software(value); }
 inline float float_from_float16(uint16_t bits) { return float_from_float16_in_software(bits); }
@@ -38,50 +46,56 @@ inline float float_from_float16(uint16_t bits) { return float_from_float16_in_so
 
 }  // namespace cuda_on_cpu
 
-#define CUDA_ON_CPU_FLOAT16(T, PAIR, TO_FLOAT, FROM_FLOAT)                                                    \
-    struct alignas(2) T {                                                                                     \
-        uint16_t bits;                                                                                        \
-        T() = default;                                                                                        \
-        T(float value) : bits(FROM_FLOAT(value)) {}                                                           \
-        T(double value) : T((float)value) {}                                                                  \
-        T(int value) : T((float)value) {}                                                                     \
-        T(unsigned value) : T((float)value) {}                                                                \
-        operator float() const { return TO_FLOAT(bits); }                                                     \
-    };                                                                                                        \
-    inline T operator+(T a, T b) { return T((float)a + (float)b); }                                           \
-    inline T operator-(T a, T b) { return T((float)a - (float)b); }                                           \
-    inline T operator*(T a, T b) { return T((float)a * (float)b); }                                           \
-    inline T operator/(T a, T b) { return T((float)a / (float)b); }                                           \
-    inline T operator-(T a) { a.bits ^= 0x8000; return a; }                                                   \
-    inline T& operator+=(T& a, T b) { return a = a + b; }                                                     \
-    inline T& operator-=(T& a, T b) { return a = a - b; }                                                     \
-    inline T& operator*=(T& a, T b) { return a = a * b; }                                                     \
-    inline T& operator/=(T& a, T b) { return a = a / b; }                                                     \
-    inline bool operator<(T a, T b) { return (float)a < (float)b; }                                           \
-    inline bool operator>(T a, T b) { return (float)a > (float)b; }                                           \
-    inline bool operator<=(T a, T b) { return (float)a <= (float)b; }                                         \
-    inline bool operator>=(T a, T b) { return (float)a >= (float)b; }                                         \
-    inline bool operator==(T a, T b) { return (float)a == (float)b; }                                         \
-    inline bool operator!=(T a, T b) { return (float)a != (float)b; }                                         \
-    struct alignas(4) PAIR {                                                                                  \
-        T x, y;                                                                                               \
-        PAIR() = default;                                                                                     \
-        PAIR(T x, T y) : x(x), y(y) {}                                                                        \
-    };                                                                                                        \
-    inline T __hadd(T a, T b) { return a + b; }                                                               \
-    inline T __hsub(T a, T b) { return a - b; }                                                               \
-    inline T __hmul(T a, T b) { return a * b; }                                                               \
-    inline T __hfma(T a, T b, T c) { return T((float)((double)(float)a * (float)b + (float)c)); }             \
-    inline T __hmax(T a, T b) { return T(fmaxf(a, b)); }                                                      \
-    inline T __hmin(T a, T b) { return T(fminf(a, b)); }                                                      \
-    inline PAIR __hadd2(PAIR a, PAIR b) { return PAIR(a.x + b.x, a.y + b.y); }                                \
-    inline PAIR __hmul2(PAIR a, PAIR b) { return PAIR(a.x * b.x, a.y * b.y); }                                \
-    inline PAIR __hfma2(PAIR a, PAIR b, PAIR c) { return PAIR(__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)); } \
-    inline float __low2float(PAIR a) { return a.x; }                                                          \
+#define CUDA_ON_CPU_FLOAT16(T, PAIR, TO_FLOAT, FROM_FLOAT)                                        \
+    struct alignas(2) T {                                                                         \
+        uint16_t bits;                                                                            \
+        T() = default;                                                                            \
+        T(float value) : bits(FROM_FLOAT(value)) {}                                               \
+        T(double value) : T((float)value) {}                                                      \
+        T(int value) : T((float)value) {}                                                         \
+        T(unsigned value) : T((float)value) {}                                                    \
+        operator float() const { return TO_FLOAT(bits); }                                         \
+    };                                                                                            \
+    inline T operator+(T a, T b) { return T((float)a + (float)b); }                               \
+    inline T operator-(T a, T b) { return T((float)a - (float)b); }                               \
+    inline T operator*(T a, T b) { return T((float)a * (float)b); }                               \
+    inline T operator/(T a, T b) { return T((float)a / (float)b); }                               \
+    inline T operator-(T a) {                                                                     \
+        a.bits ^= 0x8000;                                                                         \
+        return a;                                                                                 \
+    }                                                                                             \
+    inline T& operator+=(T& a, T b) { return a = a + b; }                                         \
+    inline T& operator-=(T& a, T b) { return a = a - b; }                                         \
+    inline T& operator*=(T& a, T b) { return a = a * b; }                                         \
+    inline T& operator/=(T& a, T b) { return a = a / b; }                                         \
+    inline bool operator<(T a, T b) { return (float)a < (float)b; }                               \
+    inline bool operator>(T a, T b) { return (float)a > (float)b; }                               \
+    inline bool operator<=(T a, T b) { return (float)a <= (float)b; }                             \
+    inline bool operator>=(T a, T b) { return (float)a >= (float)b; }                             \
+    inline bool operator==(T a, T b) { return (float)a == (float)b; }                             \
+    inline bool operator!=(T a, T b) { return (float)a != (float)b; }                             \
+    struct alignas(4) PAIR {                                                                      \
+        T x, y;                                                                                   \
+        PAIR() = default;                                                                         \
+        PAIR(T x, T y) : x(x), y(y) {}                                                            \
+    };                                                                                            \
+    inline T __hadd(T a, T b) { return a + b; }                                                   \
+    inline T __hsub(T a, T b) { return a - b; }                                                   \
+    inline T __hmul(T a, T b) { return a * b; }                                                   \
+    inline T __hfma(T a, T b, T c) { return T((float)((double)(float)a * (float)b + (float)c)); } \
+    inline T __hmax(T a, T b) { return T(fmaxf(a, b)); }                                          \
+    inline T __hmin(T a, T b) { return T(fminf(a, b)); }                                          \
+    inline PAIR __hadd2(PAIR a, PAIR b) { return PAIR(a.x + b.x, a.y + b.y); }                    \
+    inline PAIR __hmul2(PAIR a, PAIR b) { return PAIR(a.x * b.x, a.y * b.y); }                    \
+    inline PAIR __hfma2(PAIR a, PAIR b, PAIR c) {                                                 \
+        return PAIR(__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y));                                \
+    }                                                                                             \
+    inline float __low2float(PAIR a) { return a.x; }                                              \
     inline float __high2float(PAIR a) { return a.y; }
 
 CUDA_ON_CPU_FLOAT16(__half, __half2, cuda_on_cpu::float_from_float16, cuda_on_cpu::float16_from_float)
-CUDA_ON_CPU_FLOAT16(__nv_bfloat16, __nv_bfloat162, cuda_on_cpu::float_from_bfloat16, cuda_on_cpu::bfloat16_from_float)
+CUDA_ON_CPU_FLOAT16(__nv_bfloat16, __nv_bfloat162, cuda_on_cpu::float_from_bfloat16,
+                    cuda_on_cpu::bfloat16_from_float)
 #undef CUDA_ON_CPU_FLOAT16
 
 typedef __half half;
@@ -113,4 +127,6 @@ inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return make_float2(pair.
 inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 pair) { return pair.x; }
 inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 pair) { return pair.y; }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }
-inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return cuda_on_cpu::bits_as<__nv_bfloat16>(bits); }
+inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) {
+    return cuda_on_cpu::bits_as<__nv_bfloat16>(bits);
+}

@@ -22,7 +22,17 @@ inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
 
 // Never contracted to a fused multiply-add: the optimiser may not look through the empty asm.
-template <class T> inline T cuda_on_cpu_rounded(T x) { asm("" : "+m"(x)); return x; }
+template <class T>
+inline T cuda_on_cpu_rounded(T x) {
+#if defined(__x86_64__)
+    asm("" : "+x"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#else
+    asm("" : "+m"(x));
+#endif
+    return x;
+}
 inline float __fadd_rn(float x, float y) { return cuda_on_cpu_rounded(x + y); }
 inline float __fsub_rn(float x, float y) { return cuda_on_cpu_rounded(x - y); }
 inline float __fmul_rn(float x, float y) { return cuda_on_cpu_rounded(x * y); }
@@ -32,13 +42,13 @@ inline double __dmul_rn(double x, double y) { return cuda_on_cpu_rounded(x * y);
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 
 // The mixed pairs are CUDA's, too: the unsigned type wins.
-#define CUDA_ON_CPU_MIN_MAX(RESULT, A, B)                                                                     \
-    inline RESULT min(A a, B b) { return (RESULT)b < (RESULT)a ? (RESULT)b : (RESULT)a; }                     \
+#define CUDA_ON_CPU_MIN_MAX(RESULT, A, B)                                                 \
+    inline RESULT min(A a, B b) { return (RESULT)b < (RESULT)a ? (RESULT)b : (RESULT)a; } \
     inline RESULT max(A a, B b) { return (RESULT)a < (RESULT)b ? (RESULT)b : (RESULT)a; }
-#define CUDA_ON_CPU_INTEGER_MIN_MAX(T)                                                                        \
-    CUDA_ON_CPU_MIN_MAX(T, T, T)                                                                              \
-    CUDA_ON_CPU_MIN_MAX(unsigned T, unsigned T, unsigned T)                                                   \
-    CUDA_ON_CPU_MIN_MAX(unsigned T, T, unsigned T)                                                            \
+#define CUDA_ON_CPU_INTEGER_MIN_MAX(T)                      \
+    CUDA_ON_CPU_MIN_MAX(T, T, T)                            \
+    CUDA_ON_CPU_MIN_MAX(unsigned T, unsigned T, unsigned T) \
+    CUDA_ON_CPU_MIN_MAX(unsigned T, T, unsigned T)          \
     CUDA_ON_CPU_MIN_MAX(unsigned T, unsigned T, T)
 CUDA_ON_CPU_INTEGER_MIN_MAX(int)
 CUDA_ON_CPU_INTEGER_MIN_MAX(long)
@@ -50,15 +60,34 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
-template <class T> inline T __ldg(const T* address) { return *address; }
-template <class T> inline T __ldcs(const T* address) { return *address; }
-template <class T> inline T __ldca(const T* address) { return *address; }
-template <class T> inline T __ldcg(const T* address) { return *address; }
-template <class T> inline void __stcs(T* address, T value) { *address = value; }
-template <class T> inline void __stcg(T* address, T value) { *address = value; }
+template <class T>
+inline T __ldg(const T* address) {
+    return *address;
+}
+template <class T>
+inline T __ldcs(const T* address) {
+    return *address;
+}
+template <class T>
+inline T __ldca(const T* address) {
+    return *address;
+}
+template <class T>
+inline T __ldcg(const T* address) {
+    return *address;
+}
+template <class T>
+inline void __stcs(T* address, T value) {
+    *address = value;
+}
+template <class T>
+inline void __stcg(T* address, T value) {
+    *address = value;
+}
 
 namespace cuda_on_cpu {
-template <class To, class From> inline To bits_as(From from) {
+template <class To, class From>
+inline To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From), "bits_as: types of one size");
     To to;
     memcpy((void*)&to, (const void*)&from, sizeof to);
@@ -84,13 +113,15 @@ inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x
 inline int __mul24(int x, int y) { return x * y; }
 inline unsigned __brev(unsigned x) {
     unsigned reversed = 0;
-    for (int bit = 0; bit < 32; bit++) reversed |= (x >> bit & 1) << (31 - bit);
+    for (int bit = 0; bit < 32; bit++)
+        reversed |= (x >> bit & 1) << (31 - bit);
     return reversed;
 }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = (uint64_t)y << 32 | x;
     unsigned result = 0;
-    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    for (int i = 0; i < 4; i++)
+        result |= (unsigned)(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
     return result;
 }
 

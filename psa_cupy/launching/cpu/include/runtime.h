@@ -30,15 +30,16 @@ extern Grid current_grid;
 constexpr unsigned MAILBOX_BYTES = 64;
 typedef unsigned char Mailbox[MAILBOX_BYTES];
 
-void* static_shared_memory(void* identity, const char* name, size_t bytes, size_t element_bytes, size_t alignment);
+void* static_shared_memory(void* identity, const char* name, size_t bytes, size_t element_bytes,
+                           size_t alignment);
 void* dynamic_shared_memory(const char* name, size_t element_bytes, size_t alignment);
 
 // __syncthreads, with a vote over the block: each thread gives a value and gets the block's.
 enum class Vote { none, count, all, any };
 int block_meet(Vote vote, int value, int line);
 
-// The lanes of `mask` meet; the last to come runs `compute` for all of them, from their inputs to their outputs.
-// Without `compute` it is __syncwarp, which alone orders memory.
+// The lanes of `mask` meet; the last to come runs `compute` for all of them, from their inputs to their
+// outputs. Without `compute` it is __syncwarp, which alone orders memory.
 typedef void (*WarpCompute)(const Mailbox* inputs, Mailbox* outputs, unsigned mask);
 void warp_meet(unsigned mask, WarpCompute compute, int line);
 

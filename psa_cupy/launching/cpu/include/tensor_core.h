@@ -1,11 +1,11 @@
-// The wrappers of kernels_cu/tensor_core.cuh, which holds the same functions as PTX: warp-wide matrix products
-// and matrix loads in PTX's fragment layouts, and asynchronous copies.
+// The wrappers of kernels_cu/tensor_core.cuh, which holds the same functions as PTX: warp-wide matrix
+// products and matrix loads in PTX's fragment layouts, and asynchronous copies.
 #pragma once
 
 namespace cuda_on_cpu {
 
-inline void mma_float_accumulator(WarpCompute compute, float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
-                                  const float (&c)[4], int line) {
+inline void mma_float_accumulator(WarpCompute compute, float (&d)[4], const unsigned (&a)[4],
+                                  const unsigned (&b)[2], const float (&c)[4], int line) {
     unsigned char* input = current_thread->input;
     memcpy(input, a, sizeof a);
     memcpy(input + 16, b, sizeof b);
@@ -24,19 +24,20 @@ inline void load_matrices(WarpCompute compute, unsigned (&r)[4], const void* row
 
 }  // namespace cuda_on_cpu
 
-inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], __half,
-                         int line = __builtin_LINE()) {
+inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4],
+                         __half, int line = __builtin_LINE()) {
     cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k16_float16, d, a, b, c, line);
 }
 inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4],
                          __nv_bfloat16, int line = __builtin_LINE()) {
     cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k16_bfloat16, d, a, b, c, line);
 }
-inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4],
-                             int line = __builtin_LINE()) {
+inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                             const float (&c)[4], int line = __builtin_LINE()) {
     cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k8_tf32, d, a, b, c, line);
 }
-inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, const double (&c)[2], int line = __builtin_LINE()) {
+inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, const double (&c)[2],
+                           int line = __builtin_LINE()) {
     const double operands[4] = {a, b, c[0], c[1]};
     memcpy(cuda_on_cpu::current_thread->input, operands, sizeof operands);
     cuda_on_cpu::warp_meet(0xffffffffu, cuda_on_cpu::mma_m8n8k4_f64, line);
@@ -66,7 +67,10 @@ inline void cp_async_4(void* target, const void* source, int source_bytes = 4) {
     cuda_on_cpu::asynchronous_copy(target, source, 4, source_bytes);
 }
 inline void cp_async_commit() { cuda_on_cpu::asynchronous_copy_commit(); }
-template <int KEEP> inline void cp_async_wait() { cuda_on_cpu::asynchronous_copy_wait(KEEP); }
+template <int KEEP>
+inline void cp_async_wait() {
+    cuda_on_cpu::asynchronous_copy_wait(KEEP);
+}
 
 // cvt.rna.tf32: half of the unit in the last of TF32's 10 fraction bits is added to the magnitude.
 inline unsigned round_to_tf32(float value) {

@@ -36,7 +36,8 @@ void asynchronous_copy_wait(int groups_left) {
     }
     fiber->copies.erase(fiber->copies.begin(), fiber->copies.begin() + landing);
     fiber->committed.erase(fiber->committed.begin(), fiber->committed.begin() + groups);
-    for (size_t& end : fiber->committed) end -= landing;
+    for (size_t& end : fiber->committed)
+        end -= landing;
 }
 
 // When a block is over, or given up, copies that nobody waited for have nowhere to land.

@@ -1,9 +1,11 @@
 // Checked builds. The compiler instruments every load and store as for its thread sanitizer, and every cast,
-// index and division as for its undefined-behaviour sanitizer; both arrive here instead of in their libraries.
+// index and division as for its undefined-behaviour sanitizer; both arrive here instead of in their
+// libraries.
 //
-// For every two bytes of an operand or of shared memory a cell remembers the last write and the reads since then:
-// when, by which thread, and where in the kernel. An access is a race unless a barrier, __syncwarp or the program
-// order of one thread lies between it and what the cell remembers. (Two bytes: no kernel type is smaller.)
+// For every two bytes of an operand or of shared memory a cell remembers the last write and the reads since
+// then: when, by which thread, and where in the kernel. An access is a race unless a barrier, __syncwarp or
+// the program order of one thread lies between it and what the cell remembers. (Two bytes: no kernel type is
+// smaller.)
 //
 // Time is a counter of block barriers over the launch. What happened before the block's first moment was done
 // by another block, and nothing orders two blocks of a launch.
@@ -83,9 +85,9 @@ void add(Mark& mark, const Fiber* fiber, uint32_t site) {
     Mark added = mark_of(fiber, site);
     if (!by_another_block(mark) && !is_ordered(mark, fiber)) {
         const uint16_t warp_index = fiber->index / WARP;
-        const bool same_warp = mark.who != SEVERAL_WARPS && (mark.who & SEVERAL_LANES
-                                                                 ? (mark.who & ~SEVERAL_LANES) == warp_index
-                                                                 : mark.who / WARP == warp_index);
+        const bool same_warp =
+            mark.who != SEVERAL_WARPS && (mark.who & SEVERAL_LANES ? (mark.who & ~SEVERAL_LANES) == warp_index
+                                                                   : mark.who / WARP == warp_index);
         added.who = same_warp ? SEVERAL_LANES | warp_index : SEVERAL_WARPS;
     }
     mark = added;
@@ -93,10 +95,14 @@ void add(Mark& mark, const Fiber* fiber, uint32_t site) {
 
 std::string describe_author(const Mark& mark) {
     std::string author;
-    if (by_another_block(mark)) author = "another block";
-    else if (mark.who == SEVERAL_WARPS) author = "threads of several warps";
-    else if (mark.who & SEVERAL_LANES) author = "lanes of warp " + std::to_string(mark.who & ~SEVERAL_LANES);
-    else author = describe(&block.fibers[mark.who]);
+    if (by_another_block(mark))
+        author = "another block";
+    else if (mark.who == SEVERAL_WARPS)
+        author = "threads of several warps";
+    else if (mark.who & SEVERAL_LANES)
+        author = "lanes of warp " + std::to_string(mark.who & ~SEVERAL_LANES);
+    else
+        author = describe(&block.fibers[mark.who]);
     return author + " " + place(reinterpret_cast<const void*>(launch.module_begin + mark.site));
 }
 
@@ -124,7 +130,8 @@ void forget_other_blocks(Cell& cell) {
 void check_not_copying(const Cell& cell, const char* what, const Accessing& at) {
     if (!cell.copying) return;
     report(std::string("race: ") + what + " the target of an asynchronous copy before the wait for it (" +
-               describe(&block.fibers[cell.copying - 1]) + " began it)", at);
+               describe(&block.fibers[cell.copying - 1]) + " began it)",
+           at);
 }
 
 void check_after(const Mark& mark, bool elsewhere, const char* what, const char* did, const Accessing& at) {
@@ -132,7 +139,8 @@ void check_after(const Mark& mark, bool elsewhere, const char* what, const char*
     if (!between_blocks && is_ordered(mark, at.fiber)) return;
     report((between_blocks ? "race between blocks: " : "race: ") + std::string(what) + " what another " +
                (between_blocks ? "block of the launch " : "thread ") + did +
-               (between_blocks ? "" : ", with no barrier between"), at, &mark);
+               (between_blocks ? "" : ", with no barrier between"),
+           at, &mark);
 }
 
 void check_after_write(const Cell& cell, const char* what, const Accessing& at) {
@@ -149,7 +157,8 @@ void check_after_reads(const Cell& cell, const char* what, const Accessing& at) 
 
 void on_read(Cell& cell, const Accessing& at) {
     check_not_copying(cell, "read of", at);
-    if (at.region.shared && !cell.write.time) report("read of shared memory that this block has not written", at);
+    if (at.region.shared && !cell.write.time)
+        report("read of shared memory that this block has not written", at);
     check_after_write(cell, "read of", at);
     check_after_atomics(cell, "read of", at);
     if (by_another_block(cell.read)) cell.read_elsewhere = true;
@@ -167,7 +176,8 @@ void on_write(Cell& cell, const Accessing& at) {
 
 void on_atomic(Cell& cell, const Accessing& at) {
     check_not_copying(cell, "atomic function on", at);
-    if (at.region.shared && !cell.write.time) report("atomic function on shared memory that this block has not written", at);
+    if (at.region.shared && !cell.write.time)
+        report("atomic function on shared memory that this block has not written", at);
     check_after_write(cell, "atomic function on", at);
     check_after_reads(cell, "atomic function on", at);
     if (by_another_block(cell.added)) cell.added_elsewhere = true;
@@ -192,15 +202,21 @@ void on_copy_end(Cell& cell, const Accessing& at) {
 void check_cell(Cell& cell, Access access, const Accessing& at) {
     if (at.region.shared) forget_other_blocks(cell);
     switch (access) {
-        case Access::read: return on_read(cell, at);
-        case Access::write: return on_write(cell, at);
-        case Access::atomic: return on_atomic(cell, at);
-        case Access::copy_begin: return on_copy_begin(cell, at);
-        case Access::copy_end: return on_copy_end(cell, at);
+        case Access::read:
+            return on_read(cell, at);
+        case Access::write:
+            return on_write(cell, at);
+        case Access::atomic:
+            return on_atomic(cell, at);
+        case Access::copy_begin:
+            return on_copy_begin(cell, at);
+        case Access::copy_end:
+            return on_copy_end(cell, at);
     }
 }
 
-template <class Object> bool lies_in(const char* address, const Object& object) {
+template <class Object>
+bool lies_in(const char* address, const Object& object) {
     const char* begin = reinterpret_cast<const char*>(&object);
     return address >= begin && address < begin + sizeof object;
 }
@@ -239,7 +255,8 @@ void check(const char* address, size_t bytes, Access access, const void* return_
     }
     const char* end = region->base + region->bytes;
     if (address + bytes > end) report(std::string(word) + " out of bounds", {end, *region, fiber, site});
-    const size_t first = (address - region->base) / CELL_BYTES, last = (address + bytes - 1 - region->base) / CELL_BYTES;
+    const size_t first = (address - region->base) / CELL_BYTES,
+                 last = (address + bytes - 1 - region->base) / CELL_BYTES;
     for (size_t i = first; i <= last; i++) {
         check_cell(region->cells[i], access, {region->base + i * CELL_BYTES, *region, fiber, site});
     }
@@ -277,7 +294,8 @@ void warp_sync_passed(Warp& warp, unsigned mask) {
     for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
         const unsigned lane = __builtin_ctz(lanes);
         warp.known[lane][lane] = warp.syncs;
-        for (unsigned i = 0; i < WARP; i++) together[i] = std::max(together[i], warp.known[lane][i]);
+        for (unsigned i = 0; i < WARP; i++)
+            together[i] = std::max(together[i], warp.known[lane][i]);
     }
     for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
         memcpy(warp.known[__builtin_ctz(lanes)], together, sizeof together);
@@ -287,7 +305,8 @@ void warp_sync_passed(Warp& warp, unsigned mask) {
 void watch(const void* address, size_t bytes, Access access) {
     if (!current_thread) return;
     const void* caller = __builtin_return_address(0);
-    check(static_cast<const char*>(address), bytes, access, in_kernel(caller) ? caller : current_fiber()->site);
+    check(static_cast<const char*>(address), bytes, access,
+          in_kernel(caller) ? caller : current_fiber()->site);
 }
 
 }  // namespace cuda_on_cpu
@@ -299,10 +318,10 @@ using cuda_on_cpu::Access;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define WATCH(BYTES, ACCESS) \
     cuda_on_cpu::check(static_cast<const char*>(address), BYTES, ACCESS, __builtin_return_address(0))
-#define LOADS_AND_STORES(BYTES)                                                          \
-    EXPORT void __tsan_read##BYTES(void* address) { WATCH(BYTES, Access::read); }            \
-    EXPORT void __tsan_write##BYTES(void* address) { WATCH(BYTES, Access::write); }          \
-    EXPORT void __tsan_unaligned_read##BYTES(void* address) { WATCH(BYTES, Access::read); }  \
+#define LOADS_AND_STORES(BYTES)                                                             \
+    EXPORT void __tsan_read##BYTES(void* address) { WATCH(BYTES, Access::read); }           \
+    EXPORT void __tsan_write##BYTES(void* address) { WATCH(BYTES, Access::write); }         \
+    EXPORT void __tsan_unaligned_read##BYTES(void* address) { WATCH(BYTES, Access::read); } \
     EXPORT void __tsan_unaligned_write##BYTES(void* address) { WATCH(BYTES, Access::write); }
 LOADS_AND_STORES(1)
 LOADS_AND_STORES(2)
@@ -332,7 +351,8 @@ struct TypeMismatch {
 
 [[noreturn]] void report_undefined(const std::string& what, const void* return_address) {
     const auto* fiber = cuda_on_cpu::current_fiber();
-    cuda_on_cpu::give_up(what + ", by " + cuda_on_cpu::describe(fiber) + " " + cuda_on_cpu::place_of_call(return_address));
+    cuda_on_cpu::give_up(what + ", by " + cuda_on_cpu::describe(fiber) + " " +
+                         cuda_on_cpu::place_of_call(return_address));
 }
 
 }  // namespace
@@ -340,13 +360,15 @@ struct TypeMismatch {
 EXPORT void __ubsan_handle_type_mismatch_v1(const TypeMismatch* data, const char* address) {
     if (!address) report_undefined("access through a null pointer", __builtin_return_address(0));
     std::string where = "an address";
-    if (const cuda_on_cpu::Region* region = cuda_on_cpu::nearest_region(address)) where = element(*region, address);
+    if (const cuda_on_cpu::Region* region = cuda_on_cpu::nearest_region(address))
+        where = element(*region, address);
     report_undefined("misaligned access: " + where + ", as a type that needs " +
                          std::to_string(1u << data->log2_alignment) + " bytes of alignment",
                      __builtin_return_address(0));
 }
 EXPORT void __ubsan_handle_out_of_bounds(const void*, size_t index) {
-    report_undefined("index " + std::to_string((long)index) + " out of an array's bounds", __builtin_return_address(0));
+    report_undefined("index " + std::to_string((long)index) + " out of an array's bounds",
+                     __builtin_return_address(0));
 }
 EXPORT void __ubsan_handle_divrem_overflow(const void*, size_t, size_t) {
     report_undefined("integer division by zero", __builtin_return_address(0));

@@ -1,7 +1,7 @@
 // Faults: from a signal or a failed check to one sentence, and out of the launch.
 //
-// Code addresses go into the sentence as "{hex}", relative to the kernel's library; the loader turns them into
-// "psa_forward.cu:123".
+// Code addresses go into the sentence as "{hex}", relative to the kernel's library; the loader turns them
+// into "psa_forward.cu:123".
 
 #include <cstdio>
 #include <pthread.h>
@@ -61,7 +61,8 @@ void on_signal(int number, siginfo_t* info, void* context_pointer) {
     const auto* context = static_cast<const ucontext_t*>(context_pointer);
     if (!current_thread || !pthread_equal(pthread_self(), launching_thread)) {
         // Not ours: put back what was there, and let it happen again.
-        for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &previous_actions[i], nullptr);
+        for (int i = 0; i < SIGNAL_COUNT; i++)
+            sigaction(SIGNALS[i], &previous_actions[i], nullptr);
         return;
     }
     std::string what;
@@ -86,11 +87,13 @@ SignalHandlers::SignalHandlers() {
     struct sigaction action{};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &action, &previous_actions[i]);
+    for (int i = 0; i < SIGNAL_COUNT; i++)
+        sigaction(SIGNALS[i], &action, &previous_actions[i]);
 }
 
 SignalHandlers::~SignalHandlers() {
-    for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &previous_actions[i], nullptr);
+    for (int i = 0; i < SIGNAL_COUNT; i++)
+        sigaction(SIGNALS[i], &previous_actions[i], nullptr);
     sigaltstack(&previous_stack, nullptr);
 }
 
@@ -103,12 +106,15 @@ std::string describe(const Fiber* fiber) {
 
 std::string place(const void* code) {
     char text[40];
-    snprintf(text, sizeof text, "at {%lx}", (unsigned long)(reinterpret_cast<uintptr_t>(code) - launch.module_begin));
+    snprintf(text, sizeof text, "at {%lx}",
+             (unsigned long)(reinterpret_cast<uintptr_t>(code) - launch.module_begin));
     return text;
 }
 
 // A return address is behind the call, perhaps on the next line already.
-std::string place_of_call(const void* return_address) { return place(static_cast<const char*>(return_address) - 1); }
+std::string place_of_call(const void* return_address) {
+    return place(static_cast<const char*>(return_address) - 1);
+}
 
 std::string element(const Region& region, const char* address) {
     const long size = region.element_bytes, offset = address - region.base;

@@ -20,7 +20,8 @@ inline void make_context(Context& context, char* stack, size_t bytes, void (*sta
     void** top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + bytes) & ~uintptr_t(15));
     *--top = nullptr;  // where a return address would be: `start` finds the stack as after a call
     *--top = reinterpret_cast<void*>(start);
-    for (int saved_register = 0; saved_register < 6; saved_register++) *--top = nullptr;
+    for (int saved_register = 0; saved_register < 6; saved_register++)
+        *--top = nullptr;
     context = top;
 }
 

@@ -1,5 +1,6 @@
-// Guarded memory. An array ends at a page that no one may touch, and begins after one; what is left of its first
-// and last page is poison, looked at after the launch. So running past an array is seen in unchecked builds too.
+// Guarded memory. An array ends at a page that no one may touch, and begins after one; what is left of its
+// first and last page is poison, looked at after the launch. So running past an array is seen in unchecked
+// builds too.
 
 #include <cstring>
 #include <sys/mman.h>
@@ -18,14 +19,17 @@ const size_t PAGE = sysconf(_SC_PAGESIZE);
 
 size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
-char* first_page(const char* base) { return reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(base) / PAGE * PAGE); }
+char* first_page(const char* base) {
+    return reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(base) / PAGE * PAGE);
+}
 
 char* end_of_pages(const char* base, size_t bytes) {
     return reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base) + bytes, PAGE));
 }
 
 char* map_between_guards(size_t usable) {
-    void* all = mmap(nullptr, usable + 2 * GUARD_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* all = mmap(nullptr, usable + 2 * GUARD_BYTES, PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) return nullptr;
     char* inner = static_cast<char*>(all) + GUARD_BYTES;
     if (mprotect(inner, usable, PROT_READ | PROT_WRITE) == 0) return inner;
@@ -42,8 +46,8 @@ bool all_poison(const char* begin, const char* end) {
 
 }  // namespace
 
-// At least a byte, so that every array has an address of its own; `shift` bytes behind a multiple of `alignment`.
-// Null if there is no memory left.
+// At least a byte, so that every array has an address of its own; `shift` bytes behind a multiple of
+// `alignment`. Null if there is no memory left.
 char* allocate_guarded(size_t bytes, size_t alignment, size_t shift) {
     const size_t used = round_up(shift + (bytes ? bytes : 1), alignment), usable = round_up(used, PAGE);
     char* pages = map_between_guards(usable);
@@ -81,7 +85,8 @@ bool is_stack_overflow(const Fiber* fiber, const char* address) {
 
 namespace {
 
-char* add_shared_memory(void* identity, const char* name, size_t bytes, size_t element_bytes, size_t alignment) {
+char* add_shared_memory(void* identity, const char* name, size_t bytes, size_t element_bytes,
+                        size_t alignment) {
     char* base = allocate_guarded(bytes, alignment < 16 ? 16 : alignment, 0);
     if (!base) give_up(std::string("no memory left for ") + name);
     launch.shared.push_back({base, bytes, element_bytes, name, true, identity, nullptr});
@@ -91,7 +96,8 @@ char* add_shared_memory(void* identity, const char* name, size_t bytes, size_t e
 
 }  // namespace
 
-void* static_shared_memory(void* identity, const char* name, size_t bytes, size_t element_bytes, size_t alignment) {
+void* static_shared_memory(void* identity, const char* name, size_t bytes, size_t element_bytes,
+                           size_t alignment) {
     for (const Region& region : launch.shared) {
         if (region.identity == identity) return region.base;
     }

@@ -77,13 +77,14 @@ Fiber* next_ready(const Fiber* after) {
     }
     std::string report;
     if (waiting) {
-        report = "barrier divergence: " + std::to_string(at_barrier) + " of " + std::to_string(block.threads) +
-                 " threads wait at the barrier " + place_of_call(waiting->site);
+        report = "barrier divergence: " + std::to_string(at_barrier) + " of " +
+                 std::to_string(block.threads) + " threads wait at the barrier " +
+                 place_of_call(waiting->site);
     } else {
         char mask[16];
         snprintf(mask, sizeof mask, "%08x", elsewhere->mask);
-        report = "warp divergence: " + describe(elsewhere) + " waits for the lanes " + mask + " of its warp " +
-                 place_of_call(elsewhere->site);
+        report = "warp divergence: " + describe(elsewhere) + " waits for the lanes " + mask +
+                 " of its warp " + place_of_call(elsewhere->site);
     }
     if (waiting && elsewhere) {
         report += "; " + describe(elsewhere) + " waits for its warp " + place_of_call(elsewhere->site);
@@ -111,14 +112,16 @@ void open_block_barrier(Vote vote) {
     int result = 0;
     if (vote != Vote::none) {
         int yes = 0;
-        for (unsigned i = 0; i < block.threads; i++) yes += block.fibers[i].vote;
+        for (unsigned i = 0; i < block.threads; i++)
+            yes += block.fibers[i].vote;
         result = vote == Vote::count ? yes : vote == Vote::all ? yes == (int)block.threads : yes > 0;
     }
     for (unsigned i = 0; i < block.threads; i++) {
         block.fibers[i].state = State::ready;
         block.fibers[i].vote = result;
     }
-    for (unsigned w = 0; w < block.warp_count; w++) block.warps[w].ready = block.warps[w].running;
+    for (unsigned w = 0; w < block.warp_count; w++)
+        block.warps[w].ready = block.warps[w].running;
     block.arrived = 0;
     if (launch.checked) barrier_passed();
 }
@@ -166,7 +169,8 @@ void prepare_block(long number, const dim3& grid) {
     }
     block.unfinished = block.threads;
     block.arrived = 0;
-    for (Region& region : launch.shared) poison(region);
+    for (Region& region : launch.shared)
+        poison(region);
     if (launch.checked) begin_block_watching();
 }
 
@@ -195,7 +199,8 @@ void run_blocks(const Grid& grid) {
 void take_operands(const LaunchRequest& request) {
     for (size_t i = 0; i < request.operand_count; i++) {
         const OperandRequest& operand = request.operands[i];
-        launch.operands.push_back({operand.base, operand.bytes, operand.element_bytes, operand.name, false, nullptr, nullptr});
+        launch.operands.push_back(
+            {operand.base, operand.bytes, operand.element_bytes, operand.name, false, nullptr, nullptr});
         if (launch.checked) begin_watching(launch.operands.back());
     }
 }
@@ -226,8 +231,9 @@ int block_meet(Vote vote, int value, int line) {
         block.barrier_line = line;
         block.barrier_site = fiber->site;
     } else if (block.barrier_line != line) {
-        give_up("barrier divergence: " + describe(fiber) + " is at the barrier " + place_of_call(fiber->site) + ", while " +
-                std::to_string(block.arrived) + " threads wait at the one " + place_of_call(block.barrier_site));
+        give_up("barrier divergence: " + describe(fiber) + " is at the barrier " +
+                place_of_call(fiber->site) + ", while " + std::to_string(block.arrived) +
+                " threads wait at the one " + place_of_call(block.barrier_site));
     }
     fiber->state = State::at_block_barrier;
     warp_of(fiber).ready &= ~(1u << fiber->lane);
@@ -261,7 +267,8 @@ void warp_meet(unsigned mask, WarpCompute compute, int line) {
         const Fiber& other = first[__builtin_ctz(lanes)];
         if (other.mask == mask && other.compute == compute) continue;
         char masks[80];
-        snprintf(masks, sizeof masks, " (mask %08x) meets lane %u (mask %08x) ", mask, other.lane, other.mask);
+        snprintf(masks, sizeof masks, " (mask %08x) meets lane %u (mask %08x) ", mask, other.lane,
+                 other.mask);
         give_up("warp divergence: " + describe(fiber) + " " + place_of_call(fiber->site) + masks +
                 place_of_call(other.site));
     }
@@ -270,12 +277,14 @@ void warp_meet(unsigned mask, WarpCompute compute, int line) {
     } else if (launch.checked) {
         warp_sync_passed(warp, mask);
     }
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) first[__builtin_ctz(lanes)].state = State::ready;
+    for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
+        first[__builtin_ctz(lanes)].state = State::ready;
     warp.waiting &= ~mask;
     warp.ready |= mask;
 }
 
-extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_launch(const LaunchRequest* request) {
+extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_launch(
+    const LaunchRequest* request) {
     launch.entry = request->entry;
     launch.arguments = request->arguments;
     launch.dynamic_shared_bytes = request->dynamic_shared_bytes;
@@ -295,9 +304,11 @@ extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_launch
     current_thread = nullptr;
     abandon_copies();
     for (auto* regions : {&launch.operands, &launch.shared}) {
-        for (Region& region : *regions) end_watching(region);
+        for (Region& region : *regions)
+            end_watching(region);
     }
-    for (Region& region : launch.shared) release_guarded(region.base, region.bytes);
+    for (Region& region : launch.shared)
+        release_guarded(region.base, region.bytes);
     launch.operands.clear();
     launch.shared.clear();
     return launch.report.c_str();

@@ -1,7 +1,7 @@
 // What a warp computes when its lanes have met: shuffles, votes, matrix products and matrix loads.
 //
-// The layouts are those of the PTX manual: in a fragment, lane l holds row l/4 and the columns 2(l%4), 2(l%4)+1
-// of each 8x8 matrix.
+// The layouts are those of the PTX manual: in a fragment, lane l holds row l/4 and the columns 2(l%4),
+// 2(l%4)+1 of each 8x8 matrix.
 
 #include <cmath>
 #include <cstring>
@@ -12,22 +12,28 @@ namespace cuda_on_cpu {
 
 namespace {
 
-template <class T> inline T read(const Mailbox& mailbox, int offset) {
+template <class T>
+inline T read(const Mailbox& mailbox, int offset) {
     T value;
     memcpy(&value, mailbox + offset, sizeof value);
     return value;
 }
 
-template <class T> inline void write(Mailbox& mailbox, int offset, T value) { memcpy(mailbox + offset, &value, sizeof value); }
+template <class T>
+inline void write(Mailbox& mailbox, int offset, T value) {
+    memcpy(mailbox + offset, &value, sizeof value);
+}
 
 // D = A B + C of 16 x K times K x 8, lanes holding a[4], b[2] and c[4] of 4 bytes each. Products are exact in
 // double, sums nearly so; the result is rounded to float once.
 template <int K>
-void multiply_and_add(const float (&a)[16][K], const float (&b)[K][8], const Mailbox* inputs, Mailbox* outputs) {
+void multiply_and_add(const float (&a)[16][K], const float (&b)[K][8], const Mailbox* inputs,
+                      Mailbox* outputs) {
     for (int row = 0; row < 16; row++) {
         double sums[8] = {};
         for (int k = 0; k < K; k++) {
-            for (int column = 0; column < 8; column++) sums[column] += (double)a[row][k] * (double)b[k][column];
+            for (int column = 0; column < 8; column++)
+                sums[column] += (double)a[row][k] * (double)b[k][column];
         }
         for (int column = 0; column < 8; column++) {
             const int lane = row % 8 * 4 + column / 2, offset = (row / 8 * 2 + column % 2) * 4;
@@ -36,7 +42,8 @@ void multiply_and_add(const float (&a)[16][K], const float (&b)[K][8], const Mai
     }
 }
 
-template <float (*TO_FLOAT)(uint16_t)> void mma_m16n8k16(const Mailbox* inputs, Mailbox* outputs) {
+template <float (*TO_FLOAT)(uint16_t)>
+void mma_m16n8k16(const Mailbox* inputs, Mailbox* outputs) {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < 32; lane++) {
         const int row = lane / 4, column = lane % 4 * 2;
@@ -54,7 +61,8 @@ template <float (*TO_FLOAT)(uint16_t)> void mma_m16n8k16(const Mailbox* inputs, 
     multiply_and_add(a, b, inputs, outputs);
 }
 
-template <bool TRANSPOSED> void load_matrices(const Mailbox* inputs, Mailbox* outputs) {
+template <bool TRANSPOSED>
+void load_matrices(const Mailbox* inputs, Mailbox* outputs) {
     for (int lane = 0; lane < 32; lane++) {
         for (int matrix = 0; matrix < 4; matrix++) {
             for (int half = 0; half < 2; half++) {
@@ -89,7 +97,8 @@ void ballot(const Mailbox* inputs, Mailbox* outputs, unsigned mask) {
     for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
         if (inputs[__builtin_ctz(lanes)][0]) yes |= lanes & -lanes;
     }
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) write(outputs[__builtin_ctz(lanes)], 0, yes);
+    for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
+        write(outputs[__builtin_ctz(lanes)], 0, yes);
 }
 
 void mma_m16n8k16_float16(const Mailbox* inputs, Mailbox* outputs, unsigned mask) {
@@ -107,8 +116,10 @@ void mma_m16n8k8_tf32(const Mailbox* inputs, Mailbox* outputs, unsigned mask) {
     float a[16][8], b[8][8];
     for (int lane = 0; lane < 32; lane++) {
         const int row = lane / 4, column = lane % 4;
-        for (int r = 0; r < 4; r++) a[row + r % 2 * 8][column + r / 2 * 4] = tf32(read<uint32_t>(inputs[lane], r * 4));
-        for (int r = 0; r < 2; r++) b[column + r * 4][row] = tf32(read<uint32_t>(inputs[lane], 16 + r * 4));
+        for (int r = 0; r < 4; r++)
+            a[row + r % 2 * 8][column + r / 2 * 4] = tf32(read<uint32_t>(inputs[lane], r * 4));
+        for (int r = 0; r < 2; r++)
+            b[column + r * 4][row] = tf32(read<uint32_t>(inputs[lane], 16 + r * 4));
     }
     multiply_and_add(a, b, inputs, outputs);
 }
@@ -120,7 +131,8 @@ void mma_m8n8k4_f64(const Mailbox* inputs, Mailbox* outputs, unsigned mask) {
             const int row = lane / 4, column = lane % 4 * 2 + half;
             double sum = read<double>(inputs[lane], 16 + half * 8);
             for (int k = 0; k < 4; k++) {
-                sum = std::fma(read<double>(inputs[row * 4 + k], 0), read<double>(inputs[column * 4 + k], 8), sum);
+                sum = std::fma(read<double>(inputs[row * 4 + k], 0), read<double>(inputs[column * 4 + k], 8),
+                               sum);
             }
             write(outputs[lane], half * 8, sum);
         }
