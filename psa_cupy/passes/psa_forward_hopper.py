@@ -30,11 +30,10 @@ class Tuning:
 
     warpgroups: int
     stages: int
-    refill_lag: int
     blocks_per_multiprocessor: int
-    every_maximum: bool = False
-    persistent: bool = False
     split_keys: bool = False
+    skip_idle: bool = False
+    in_turn: bool = True
 
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
         """As a Kernel wants them."""
@@ -67,8 +66,8 @@ def choose_tuning(geometry: PSAGeometry, device: Device) -> Tuning:
     """As many blocks on a multiprocessor as registers allow and a ring of three boxes fits."""
     most_blocks = 4 if geometry.key_dim <= 48 and geometry.value_dim <= 72 else 3
     for blocks in range(most_blocks, 0, -1):
-        for stages, refill_lag in ((4, 2), (3, 1)):
-            tuning = Tuning(1, stages, refill_lag, blocks)
+        for stages in (4, 3):
+            tuning = Tuning(1, stages, blocks)
             block_bytes = _shared_bytes(tuning, geometry) + _BLOCK_RESERVE
             if blocks * block_bytes <= device.shared_bytes + _BLOCK_RESERVE:
                 return tuning
@@ -85,27 +84,25 @@ def plan_with(tuning: Tuning, problem: PSAProblem, device: Device) -> Plan:
             ("T", problem.dtype),
             ("KEY_DIM", geometry.key_dim),
             ("VALUE_DIM", geometry.value_dim),
+            ("JOINED_BOX", _joined_box(geometry)),
             *tuning.constants(),
         ),
         min_capability=(9, 0),
         arch="sm_90a",
     )
-    items = geometry.bh * -(-geometry.tokens // (64 * _query_tiles(tuning)))
-    blocks = items
-    if tuning.persistent:
-        blocks = min(items, device.multiprocessors * tuning.blocks_per_multiprocessor)
+    tiles = -(-geometry.tokens // (64 * _query_tiles(tuning)))
     return Plan(
         launches=(
             Launch(
                 kernel,
-                grid=(blocks, 1, 1),
+                grid=(geometry.bh * tiles, 1, 1),
                 block=(128 * tuning.warpgroups, 1, 1),
                 arguments=(
                     *tensor_maps(geometry),
                     Operand("out"),
                     Operand("lse"),
                     np.int32(geometry.tokens),
-                    np.int32(items),
+                    np.uint32((2**32 - 1) // tiles),
                     np.float32(problem.scale * math.log2(math.e)),
                 ),
                 shared_bytes=_shared_bytes(tuning, geometry),
@@ -117,13 +114,15 @@ def plan_with(tuning: Tuning, problem: PSAProblem, device: Device) -> Plan:
 def tensor_maps(geometry: PSAGeometry) -> tuple[TensorMap, TensorMap, TensorMap]:
     """Maps (tokens, channels, bh) of q, k and v in qkv.
 
-    One map each: channels past a section's own are outside its map and arrive as zeros.
+    One map each: channels past a section's own are outside its map and arrive as zeros. Where there are none
+    such, the map of k covers v, too, and one copy brings both.
     """
-    tokens, key_dim = geometry.tokens, geometry.key_dim
+    tokens, key_dim, value_dim = geometry.tokens, geometry.key_dim, geometry.value_dim
+    more = value_dim if _joined_box(geometry) else 0
     sections = (
         (0, key_dim, _key_rows(geometry)),
-        (key_dim, key_dim, _key_rows(geometry)),
-        (2 * key_dim, geometry.value_dim, _value_rows(geometry)),
+        (key_dim, key_dim + more, _key_rows(geometry) + more),
+        (2 * key_dim, value_dim, _value_rows(geometry)),
     )
     return tuple(
         TensorMap(
@@ -135,6 +134,11 @@ def tensor_maps(geometry: PSAGeometry) -> tuple[TensorMap, TensorMap, TensorMap]
         )
         for first_channel, channels, rows in sections
     )
+
+
+def _joined_box(geometry: PSAGeometry) -> bool:
+    """Whether K and V need no padding rows between and after them."""
+    return geometry.key_dim % 16 == 0 and geometry.value_dim % 8 == 0
 
 
 def _key_rows(geometry: PSAGeometry) -> int:
@@ -156,5 +160,5 @@ def _shared_bytes(tuning: Tuning, geometry: PSAGeometry) -> int:
     boxes = tuning.stages * (tuning.warpgroups if tuning.split_keys else 1)
     box_rows = _key_rows(geometry) + _value_rows(geometry)
     rows = boxes * box_rows + _query_tiles(tuning) * _key_rows(geometry)
-    barriers = 2 * boxes + 2
+    barriers = 2 * boxes + 1
     return rows * _ROW_BYTES + barriers * 8

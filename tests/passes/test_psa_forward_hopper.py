@@ -44,13 +44,18 @@ def test_supports(expected, what, device):
 @pytest.mark.parametrize("dims", DIMS)
 def test_maps_cover_their_channels_and_no_others(dims):
     geometry = problem(dims=dims).geometry
-    counts = np.zeros((geometry.bh, geometry.head_channels, geometry.tokens), np.int8)
-    for tensor_map in hopper.tensor_maps(geometry):
+    key_dim, value_dim = dims
+    joined = key_dim % 16 == 0 and value_dim % 8 == 0  # the copy of k brings v, too
+    shape = (geometry.bh, geometry.head_channels, geometry.tokens)
+    starts, widths = (0, key_dim, 2 * key_dim), (key_dim, key_dim + joined * value_dim, value_dim)
+    for tensor_map, start, width in zip(hopper.tensor_maps(geometry), starts, widths, strict=True):
+        counts, expected = np.zeros(shape, np.int8), np.zeros(shape, np.int8)
         n, channel, bh = np.ix_(*map(np.arange, tensor_map.dims))
         at = tensor_map.offset + n + channel * tensor_map.strides[0] + bh * tensor_map.strides[1]
         np.add.at(counts.reshape(-1), at.reshape(-1), 1)
+        expected[:, start : start + width] = 1
+        np.testing.assert_array_equal(counts, expected)
         assert tensor_map.box[1] >= tensor_map.dims[1]
-    assert (counts == 1).all()
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -58,7 +63,7 @@ def test_blocks_fit_a_multiprocessor(dims):
     tuning = hopper.choose_tuning(problem(dims=dims).geometry, H200)
     (launch,) = hopper.plan(problem(dims=dims), H200).launches
     assert tuning.blocks_per_multiprocessor * (launch.shared_bytes + 1024) <= 228 * 1024
-    assert tuning.stages > tuning.refill_lag
+    assert tuning.stages >= 3
 
 
 def test_one_block_for_each_tile_of_queries():
