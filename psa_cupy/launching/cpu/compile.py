@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -15,6 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
@@ -39,13 +39,19 @@ _CHECKED = (
 )
 
 _HOW_TO_INSTALL = (
-    "needs a C++17 compiler that takes GCC's options; install one (Debian and Ubuntu: apt install g++; "
-    "Fedora: dnf install gcc-c++; conda: conda install gxx) or name it in the environment variable CXX"
+    "needs Linux and a C++17 compiler that takes GCC's options; install one (Debian and Ubuntu: "
+    "apt install g++; Fedora: dnf install gcc-c++; conda: conda install gxx) or name it in the "
+    "environment variable CXX"
 )
 
 
 def compiler() -> str | None:
-    """The C++ compiler as a command: the environment's CXX, else g++, else c++; None if there is none."""
+    """The C++ compiler as a command: the environment's CXX, else g++, else c++.
+
+    None if there is none, or the system is not Linux: signals, guard pages and libraries are used its way.
+    """
+    if sys.platform != "linux":
+        return None
     for command in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]:
         program, *options = shlex.split(command)
         if path := shutil.which(program):
@@ -229,6 +235,8 @@ def _build(kind: str, text: str, flags: tuple[str, ...], links: tuple[str, ...],
 
 @contextlib.contextmanager
 def _only_builder(path: pathlib.Path) -> Iterator[None]:
+    import fcntl  # here, because Windows lacks it
+
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

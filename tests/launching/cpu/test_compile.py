@@ -40,7 +40,7 @@ def test_the_cache_folder(monkeypatch):
 def test_without_a_compiler_the_error_says_what_to_install(folder, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert cpu.compiler() is None
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+17 compiler .* apt install g\+\+"):
+    with pytest.raises(RuntimeError, match=r"needs Linux and a C\+\+17 compiler .* apt install g\+\+"):
         build_kernels(TEXT, False)
 
 

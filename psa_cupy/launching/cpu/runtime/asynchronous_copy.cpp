@@ -42,9 +42,9 @@ void asynchronous_copy_wait(int groups_left) {
 
 // When a block is over, or given up, copies that nobody waited for have nowhere to land.
 void abandon_copies() {
-    for (Fiber& fiber : block.fibers) {
-        fiber.copies.clear();
-        fiber.committed.clear();
+    for (unsigned i = 0; i < block.threads; i++) {
+        block.fibers[i].copies.clear();
+        block.fibers[i].committed.clear();
     }
 }
 

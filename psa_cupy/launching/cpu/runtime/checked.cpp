@@ -190,6 +190,7 @@ void on_copy_begin(Cell& cell, const Accessing& at) {
     check_after_write(cell, "asynchronous copy over", at);
     check_after_atomics(cell, "asynchronous copy over", at);
     check_after_reads(cell, "asynchronous copy over", at);
+    cell.read.time = 0;
     cell.copy_time = block.clock;
     cell.copying = (uint16_t)(at.fiber->index + 1);
 }
@@ -199,7 +200,22 @@ void on_copy_end(Cell& cell, const Accessing& at) {
     on_write(cell, at);
 }
 
+// Whether the cell already holds all that this access would check and note: most do. A write, an atomic
+// function or a copy since then would have taken the mark away or been a race.
+bool is_repeated(const Cell& cell, Access access, const Fiber* fiber) {
+    const uint16_t self = fiber->index, syncs = warp_of(fiber).syncs;
+    if (access == Access::read) {
+        const Mark& mark = cell.read;
+        return mark.time == block.clock &&
+               (mark.who == SEVERAL_WARPS || (mark.who == self && mark.syncs == syncs));
+    }
+    const Mark& mark = cell.write;
+    return access == Access::write && mark.time == block.clock && mark.who == self && mark.syncs == syncs &&
+           !cell.read.time && !cell.added.time && !cell.copying;
+}
+
 void check_cell(Cell& cell, Access access, const Accessing& at) {
+    if (is_repeated(cell, access, at.fiber)) return;
     if (at.region.shared) forget_other_blocks(cell);
     switch (access) {
         case Access::read:
