@@ -54,7 +54,8 @@ constexpr float RAISE_ABOVE = 256.0f;
 // The reference before the first key: below any score that the contract allows, and finite.
 constexpr float LOWEST = -3.0e38f;
 
-// ln 2 in two words: the reference may be so large that lse is allowed an error of few units in its last place.
+// ln 2 in two words: the reference may be so large that lse is allowed an error of few units in its last
+// place.
 constexpr float LN2_HIGH = 0.693147182464599609375f, LN2_LOW = -1.9046542121259336e-9f;
 
 // What a thread knows of its two queries; `sum` over the thread's own keys only.
@@ -79,6 +80,23 @@ struct Copies {
         if (!JOINED_BOX) tensor_load(destination + K_BYTES, v, key, 0, bh, full);
     }
 };
+
+// x / divisor; `inverse` is (2^32 - 1) / divisor, rounded down.
+__device__ __forceinline__ int divide(unsigned x, int divisor, unsigned inverse) {
+    const int quotient = __umulhi(x, inverse);  // or one less
+    return quotient + (static_cast<int>(x) - quotient * divisor >= divisor);
+}
+
+// Asks for a block's head to be brought into L2: each of the head's blocks for its part.
+__device__ __forceinline__ void fetch_ahead(const T* qkv, int block, int tokens, int tiles,
+                                            unsigned tiles_inverse) {
+    const int bh = divide(block, tiles, tiles_inverse), part = block - bh * tiles;
+    const int head_units = (2 * KEY_DIM + VALUE_DIM) * (tokens / 8);  // of 16 bytes
+    const int part_units = divide(head_units, tiles, tiles_inverse) + 1;
+    const int units = min(part_units, head_units - part * part_units);
+    if (units > 0)
+        prefetch_to_l2(qkv + (static_cast<long long>(bh) * head_units + part * part_units) * 8, units * 16);
+}
 
 // The warp's 16 queries as operand A: a[h + 2 j] of step i = query (lane / 4 + 8 h), channel 16 i + 8 j + ...
 // ldmatrix takes the row of channel 8 j + lane % 8 from lane, at the 16-byte unit 2 * band + h, swizzled.
@@ -118,10 +136,12 @@ __device__ __forceinline__ void weigh(const float (&s)[16], unsigned (&p)[2][4],
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             weight[i] = exp2_approx(fmaf(s[8 * half + i], scale, -reference[i / 2 % 2]));
-        const float first = (weight[0] + weight[1]) + (weight[4] + weight[5]);
-        const float second = (weight[2] + weight[3]) + (weight[6] + weight[7]);
-        sums[0] = half == 0 ? first : sums[0] + first;
-        sums[1] = half == 0 ? second : sums[1] + second;
+        // One pair after the other: little is left to add once the last weight is there.
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const float pair = weight[i] + weight[i + 1];
+            sums[i / 2 % 2] = half == 0 && i < 4 ? pair : sums[i / 2 % 2] + pair;
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             p[half][i] = pack2(weight[2 * i], weight[2 * i + 1], T());
@@ -158,14 +178,15 @@ __device__ __forceinline__ void raise(Softmax& softmax, float (&o)[VALUE_ROWS / 
         o[i] *= factor[i / 2 % 2];
 }
 
-// One step's P. What is in flight meanwhile writes the other buffer of S and o. The branch at the end keeps the
-// compiler from moving the exponentials behind the caller's wait for that; so they stand between its products.
+// One step's P. What is in flight meanwhile writes the other buffer of S and o. The branch at the end keeps
+// the compiler from moving the exponentials behind the caller's wait for that; so they stand between its
+// products.
 __device__ __forceinline__ void softmax_step(Softmax& softmax, const float (&s)[16], unsigned (&p)[2][4],
                                              float (&o)[VALUE_ROWS / 2], float scale, bool has_queries) {
     float sums[2] = {0, 0};
     if (!SKIP_IDLE || has_queries) weigh(s, p, sums, softmax.reference, scale);
     // Not-a-number and infinity go this way, too. The warp decides as one: its lanes share the rows.
-    if (__any_sync(0xffffffffu, !(sums[0] + sums[1] <= RAISE_ABOVE))) {
+    if (__any_sync(0xffffffffu, !(sums[0] <= RAISE_ABOVE && sums[1] <= RAISE_ABOVE))) {
         wgmma_wait<0>();
         raise(softmax, o, s, scale);
         weigh(s, p, sums, softmax.reference, scale);
@@ -291,16 +312,16 @@ __device__ __forceinline__ void merge_and_write(T* out, float* lse, const Softma
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIPROCESSOR)
     psa_forward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                       const __grid_constant__ TensorMap v_map, T* __restrict__ out, float* __restrict__ lse,
-                       int tokens, unsigned tiles_inverse, float scale) {
+                       const __grid_constant__ TensorMap v_map, const T* __restrict__ qkv,
+                       T* __restrict__ out, float* __restrict__ lse, int tokens, unsigned tiles_inverse,
+                       int blocks_at_once, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     const int lane = threadIdx.x % 32;
     // Told to be the same in the whole warp.
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     const int tiles = (tokens + ITEM_QUERIES - 1) / ITEM_QUERIES;
-    int bh = __umulhi(blockIdx.x, tiles_inverse);  // blockIdx.x / tiles, or one less
-    bh += static_cast<int>(blockIdx.x) - bh * tiles >= tiles;
+    const int bh = divide(blockIdx.x, tiles, tiles_inverse);
     const int first_token = (blockIdx.x - bh * tiles) * ITEM_QUERIES;
     const int all_boxes = (tokens + BOX_TOKENS - 1) / BOX_TOKENS;
     const int ring = SPLIT_KEYS ? group : 0;
@@ -327,6 +348,11 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
 #pragma unroll 1
         for (int box = 0; box < STAGES && box < boxes; ++box)
             copies.load(box, box);
+        if (FETCH_AHEAD && ring == 0) {
+            const int later = blockIdx.x + blocks_at_once;
+            if (blockIdx.x < blocks_at_once) fetch_ahead(qkv, blockIdx.x, tokens, tiles, tiles_inverse);
+            if (later < gridDim.x) fetch_ahead(qkv, later, tokens, tiles, tiles_inverse);
+        }
     }
     __syncthreads();
 
@@ -347,7 +373,6 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
         s0[i] = s1[i] = 0;
     for (int i = 0; i < VALUE_ROWS / 2; ++i)
         o[i] = 0;
-    softmax.sum[0] = softmax.sum[1] = 0;
     mbarrier_wait(shared + Q_FULL_AT, 0);
     read_q(q, q_tile, band, scale);
     mbarrier_wait(barriers, 0);
@@ -360,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
     const int thread_keys = last_keys - lane % 4 * 2;
     if (boxes == 1 && last_keys < 32) remove_keys(s0, thread_keys);
     step_maximum(softmax.reference, s0, scale);
-    softmax_step(softmax, s0, p0, o, scale, has_queries);
+    weigh(s0, p0, softmax.sum, softmax.reference, scale);  // all at most 1
 
     int slot = 0, parity = 0;
 #pragma unroll 1

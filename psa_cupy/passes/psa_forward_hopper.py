@@ -34,6 +34,7 @@ class Tuning:
     split_keys: bool = False
     skip_idle: bool = False
     in_turn: bool = True
+    fetch_ahead: bool = True
 
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
         """As a Kernel wants them."""
@@ -99,10 +100,12 @@ def plan_with(tuning: Tuning, problem: PSAProblem, device: Device) -> Plan:
                 block=(128 * tuning.warpgroups, 1, 1),
                 arguments=(
                     *tensor_maps(geometry),
+                    Operand("qkv"),
                     Operand("out"),
                     Operand("lse"),
                     np.int32(geometry.tokens),
                     np.uint32((2**32 - 1) // tiles),
+                    np.int32(device.multiprocessors * tuning.blocks_per_multiprocessor),
                     np.float32(problem.scale * math.log2(math.e)),
                 ),
                 shared_bytes=_shared_bytes(tuning, geometry),
