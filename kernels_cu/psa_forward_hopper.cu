@@ -332,6 +332,9 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
     const Copies copies{&k_map, &v_map, ring_at, barriers, bh, ring * BOX_TOKENS};
 
     if (copies_for_ring) {
+        tensor_map_prefetch(&q_map);
+        tensor_map_prefetch(&k_map);
+        if (!JOINED_BOX) tensor_map_prefetch(&v_map);
         for (int slot = 0; slot < STAGES; ++slot) {
             mbarrier_init(barriers + 8 * slot, 1);
             mbarrier_init(barriers + EMPTY_AT + 8 * slot, RING_THREADS / 32);
