@@ -90,7 +90,7 @@ def _runtime_text() -> str:
 
 def build_runtime() -> pathlib.Path:
     """The shared library that runs kernels: fibers, barriers, guard pages, checks."""
-    flags = (*_flags(), "-fvisibility=hidden")
+    flags = (*_flags(), "-O3", "-fvisibility=hidden")
     key = _key(_headers_and_runtime(), flags, "")
     links = (f"-Wl,-soname,runtime_{key}.so", "-ldl", "-lpthread")
     return _build("runtime", _runtime_text(), flags, links, key)

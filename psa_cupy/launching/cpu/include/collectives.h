@@ -1,4 +1,4 @@
-// Barriers, shuffles and votes. `line` is the caller's: the compiler fills the default argument in.
+// Barriers, shuffles and votes. `line` is the caller's: two barriers in different lines are not the same one.
 #pragma once
 
 inline void __syncthreads(int line = __builtin_LINE()) {
@@ -13,9 +13,7 @@ inline int __syncthreads_and(int predicate, int line = __builtin_LINE()) {
 inline int __syncthreads_or(int predicate, int line = __builtin_LINE()) {
     return cuda_on_cpu::block_meet(cuda_on_cpu::Vote::any, predicate != 0, line);
 }
-inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
-    cuda_on_cpu::warp_meet(mask, nullptr, line);
-}
+inline void __syncwarp(unsigned mask = 0xffffffffu) { cuda_on_cpu::warp_meet(mask, nullptr); }
 
 // Fences order one thread's own accesses; the fibers of a launch share one processor thread, which does so
 // anyway.
@@ -31,13 +29,13 @@ struct ShuffleInput {
 };
 
 template <class T>
-inline T shuffle_from(unsigned mask, T value, int source_lane, int line) {
+inline T shuffle_from(unsigned mask, T value, int source_lane) {
     static_assert(sizeof(T) <= 8, "shuffles move at most 8 bytes");
     ShuffleInput input;
     input.source_lane = source_lane;
     memcpy(input.value, (const void*)&value, sizeof(T));
     memcpy(current_thread->input, &input, sizeof input);
-    warp_meet(mask, shuffle, line);
+    warp_meet(mask, shuffle);
     memcpy((void*)&value, current_thread->output, sizeof(T));
     return value;
 }
@@ -54,42 +52,37 @@ inline unsigned existing_lanes() {
 }  // namespace cuda_on_cpu
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, int line = __builtin_LINE()) {
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
     const int lane = cuda_on_cpu::current_thread->lane;
     return cuda_on_cpu::shuffle_from(mask, value,
-                                     cuda_on_cpu::group_start(lane, width) | (source & (width - 1)), line);
+                                     cuda_on_cpu::group_start(lane, width) | (source & (width - 1)));
 }
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, int line = __builtin_LINE()) {
+inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
     const int lane = cuda_on_cpu::current_thread->lane, source = lane ^ bits;
     const bool inside = source < cuda_on_cpu::group_start(lane, width) + width;
-    return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane, line);
+    return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane);
 }
 template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                          int line = __builtin_LINE()) {
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
     const int lane = cuda_on_cpu::current_thread->lane, source = lane + (int)delta;
     const bool inside = source < cuda_on_cpu::group_start(lane, width) + width;
-    return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane, line);
+    return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane);
 }
 template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, int line = __builtin_LINE()) {
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
     const int lane = cuda_on_cpu::current_thread->lane, source = lane - (int)delta;
     const bool inside = source >= cuda_on_cpu::group_start(lane, width);
-    return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane, line);
+    return cuda_on_cpu::shuffle_from(mask, value, inside ? source : lane);
 }
 
-inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
     *cuda_on_cpu::current_thread->input = predicate != 0;
-    cuda_on_cpu::warp_meet(mask, cuda_on_cpu::ballot, line);
+    cuda_on_cpu::warp_meet(mask, cuda_on_cpu::ballot);
     unsigned lanes;
     memcpy(&lanes, cuda_on_cpu::current_thread->output, sizeof lanes);
     return lanes;
 }
-inline int __any_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
-    return __ballot_sync(mask, predicate, line) != 0;
-}
-inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
-    return __ballot_sync(mask, !predicate, line) == 0;
-}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 inline unsigned __activemask() { return cuda_on_cpu::existing_lanes(); }

@@ -41,7 +41,7 @@ int block_meet(Vote vote, int value, int line);
 // The lanes of `mask` meet; the last to come runs `compute` for all of them, from their inputs to their
 // outputs. Without `compute` it is __syncwarp, which alone orders memory.
 typedef void (*WarpCompute)(const Mailbox* inputs, Mailbox* outputs, unsigned mask);
-void warp_meet(unsigned mask, WarpCompute compute, int line);
+void warp_meet(unsigned mask, WarpCompute compute);
 
 void shuffle(const Mailbox*, Mailbox*, unsigned mask);
 void ballot(const Mailbox*, Mailbox*, unsigned mask);

@@ -5,54 +5,53 @@
 namespace cuda_on_cpu {
 
 inline void mma_float_accumulator(WarpCompute compute, float (&d)[4], const unsigned (&a)[4],
-                                  const unsigned (&b)[2], const float (&c)[4], int line) {
+                                  const unsigned (&b)[2], const float (&c)[4]) {
     unsigned char* input = current_thread->input;
     memcpy(input, a, sizeof a);
     memcpy(input + 16, b, sizeof b);
     memcpy(input + 24, c, sizeof c);
-    warp_meet(0xffffffffu, compute, line);
+    warp_meet(0xffffffffu, compute);
     memcpy(d, current_thread->output, sizeof d);
 }
 
-inline void load_matrices(WarpCompute compute, unsigned (&r)[4], const void* row, int line) {
+inline void load_matrices(WarpCompute compute, unsigned (&r)[4], const void* row) {
     if ((uintptr_t)row % 16) fail("misaligned row address of ldmatrix, which needs 16 bytes");
     if (CHECKED) watch(row, 16, Access::read);
     memcpy(current_thread->input, &row, sizeof row);
-    warp_meet(0xffffffffu, compute, line);
+    warp_meet(0xffffffffu, compute);
     memcpy(r, current_thread->output, sizeof r);
 }
 
 }  // namespace cuda_on_cpu
 
 inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4],
-                         __half, int line = __builtin_LINE()) {
-    cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k16_float16, d, a, b, c, line);
+                         __half) {
+    cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k16_float16, d, a, b, c);
 }
 inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4],
-                         __nv_bfloat16, int line = __builtin_LINE()) {
-    cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k16_bfloat16, d, a, b, c, line);
+                         __nv_bfloat16) {
+    cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k16_bfloat16, d, a, b, c);
 }
 inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
-                             const float (&c)[4], int line = __builtin_LINE()) {
-    cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k8_tf32, d, a, b, c, line);
+                             const float (&c)[4]) {
+    cuda_on_cpu::mma_float_accumulator(cuda_on_cpu::mma_m16n8k8_tf32, d, a, b, c);
 }
-inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, const double (&c)[2],
-                           int line = __builtin_LINE()) {
+inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, const double (&c)[2]) {
     const double operands[4] = {a, b, c[0], c[1]};
     memcpy(cuda_on_cpu::current_thread->input, operands, sizeof operands);
-    cuda_on_cpu::warp_meet(0xffffffffu, cuda_on_cpu::mma_m8n8k4_f64, line);
+    cuda_on_cpu::warp_meet(0xffffffffu, cuda_on_cpu::mma_m8n8k4_f64);
     memcpy(d, cuda_on_cpu::current_thread->output, sizeof d);
 }
 
-inline void ldmatrix_x4(unsigned (&r)[4], const void* row, int line = __builtin_LINE()) {
-    cuda_on_cpu::load_matrices(cuda_on_cpu::ldmatrix, r, row, line);
+inline void ldmatrix_x4(unsigned (&r)[4], const void* row) {
+    cuda_on_cpu::load_matrices(cuda_on_cpu::ldmatrix, r, row);
 }
-inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, int line = __builtin_LINE()) {
-    cuda_on_cpu::load_matrices(cuda_on_cpu::ldmatrix_trans, r, row, line);
+inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
+    cuda_on_cpu::load_matrices(cuda_on_cpu::ldmatrix_trans, r, row);
 }
-inline unsigned movmatrix_trans(unsigned fragment, int line = __builtin_LINE()) {
+inline unsigned movmatrix_trans(unsigned fragment) {
     memcpy(cuda_on_cpu::current_thread->input, &fragment, sizeof fragment);
-    cuda_on_cpu::warp_meet(0xffffffffu, cuda_on_cpu::movmatrix_trans, line);
+    cuda_on_cpu::warp_meet(0xffffffffu, cuda_on_cpu::movmatrix_trans);
     memcpy(&fragment, cuda_on_cpu::current_thread->output, sizeof fragment);
     return fragment;
 }

@@ -95,6 +95,20 @@ Fiber* next_ready(const Fiber* after) {
     give_up(report);
 }
 
+[[noreturn]] void report_two_barriers(const Fiber* fiber) {
+    give_up("barrier divergence: " + describe(fiber) + " is at the barrier " + place_of_call(fiber->site) +
+            ", while " + std::to_string(block.arrived) + " threads wait at the one " +
+            place_of_call(block.barrier_site));
+}
+
+[[noreturn]] void report_two_meetings(const Fiber* fiber, const Fiber* other) {
+    char masks[80];
+    snprintf(masks, sizeof masks, " (mask %08x) meets lane %u (mask %08x) ", fiber->mask, other->lane,
+             other->mask);
+    give_up("warp divergence: " + describe(fiber) + " " + place_of_call(fiber->site) + masks +
+            place_of_call(other->site));
+}
+
 // Leaves this thread for the next one; returns when it is this thread's turn again.
 void wait_for_turn() {
     Fiber* self = current_fiber();
@@ -124,6 +138,25 @@ void open_block_barrier(Vote vote) {
         block.warps[w].ready = block.warps[w].running;
     block.arrived = 0;
     if (launch.checked) barrier_passed();
+}
+
+// The last lane of a mask has come.
+void open_warp_meeting(const Fiber* last) {
+    Warp& warp = warp_of(last);
+    Fiber* first = &block.fibers[last->index - last->lane];
+    for (unsigned lanes = last->mask; lanes; lanes &= lanes - 1) {
+        const Fiber& other = first[__builtin_ctz(lanes)];
+        if (other.mask != last->mask || other.compute != last->compute) report_two_meetings(last, &other);
+    }
+    if (last->compute) {
+        last->compute(warp.inputs, warp.outputs, last->mask);
+    } else if (launch.checked) {
+        warp_sync_passed(warp, last->mask);
+    }
+    for (unsigned lanes = last->mask; lanes; lanes &= lanes - 1)
+        first[__builtin_ctz(lanes)].state = State::ready;
+    warp.waiting &= ~last->mask;
+    warp.ready |= last->mask;
 }
 
 void run_thread() {
@@ -225,15 +258,12 @@ int find_module(dl_phdr_info* info, size_t, void*) {
 int block_meet(Vote vote, int value, int line) {
     Fiber* fiber = current_fiber();
     CUDA_ON_CPU_NOTE_SITE();
-    fiber->line = line;
     fiber->vote = value;
     if (block.arrived == 0) {
         block.barrier_line = line;
         block.barrier_site = fiber->site;
     } else if (block.barrier_line != line) {
-        give_up("barrier divergence: " + describe(fiber) + " is at the barrier " +
-                place_of_call(fiber->site) + ", while " + std::to_string(block.arrived) +
-                " threads wait at the one " + place_of_call(block.barrier_site));
+        report_two_barriers(fiber);
     }
     fiber->state = State::at_block_barrier;
     warp_of(fiber).ready &= ~(1u << fiber->lane);
@@ -246,41 +276,22 @@ int block_meet(Vote vote, int value, int line) {
     return fiber->vote;
 }
 
-void warp_meet(unsigned mask, WarpCompute compute, int line) {
+void warp_meet(unsigned mask, WarpCompute compute) {
     Fiber* fiber = current_fiber();
     Warp& warp = warp_of(fiber);
     CUDA_ON_CPU_NOTE_SITE();
     mask &= warp.existing;
-    fiber->line = line;
     fiber->mask = mask;
     fiber->compute = compute;
     if (!(mask >> fiber->lane & 1)) fail("warp divergence: the calling lane is not in the mask it gives");
     warp.waiting |= 1u << fiber->lane;
-    if ((warp.waiting & mask) != mask) {
+    if ((warp.waiting & mask) == mask) {
+        open_warp_meeting(fiber);
+    } else {
         fiber->state = State::at_warp_meeting;
         warp.ready &= ~(1u << fiber->lane);
         wait_for_turn();
-        return;
     }
-    Fiber* first = fiber - fiber->lane;
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
-        const Fiber& other = first[__builtin_ctz(lanes)];
-        if (other.mask == mask && other.compute == compute) continue;
-        char masks[80];
-        snprintf(masks, sizeof masks, " (mask %08x) meets lane %u (mask %08x) ", mask, other.lane,
-                 other.mask);
-        give_up("warp divergence: " + describe(fiber) + " " + place_of_call(fiber->site) + masks +
-                place_of_call(other.site));
-    }
-    if (compute) {
-        compute(warp.inputs, warp.outputs, mask);
-    } else if (launch.checked) {
-        warp_sync_passed(warp, mask);
-    }
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
-        first[__builtin_ctz(lanes)].state = State::ready;
-    warp.waiting &= ~mask;
-    warp.ready |= mask;
 }
 
 extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_launch(

@@ -30,7 +30,6 @@ struct Fiber : Thread {
     Context context;
     char* stack;
     State state;
-    int line;          // of the barrier or warp function it waits at
     const void* site;  // where in the kernel it last called the runtime
     unsigned mask;     // of the warp function it waits at
     WarpCompute compute;

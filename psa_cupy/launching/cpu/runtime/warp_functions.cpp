@@ -24,17 +24,20 @@ inline void write(Mailbox& mailbox, int offset, T value) {
     memcpy(mailbox + offset, &value, sizeof value);
 }
 
+typedef float Row __attribute__((vector_size(8 * sizeof(float))));  // of B, in a vector register
+typedef double WideRow __attribute__((vector_size(8 * sizeof(double))));
+
 // D = A B + C of 16 x K times K x 8, lanes holding a[4], b[2] and c[4] of 4 bytes each. Products are exact in
 // double, sums nearly so; the result is rounded to float once.
 template <int K>
-void multiply_and_add(const float (&a)[16][K], const float (&b)[K][8], const Mailbox* inputs,
-                      Mailbox* outputs) {
+void multiply_and_add(const float (&a)[16][K], const Row (&b)[K], const Mailbox* inputs, Mailbox* outputs) {
+    WideRow rows[K];
+    for (int k = 0; k < K; k++)
+        rows[k] = __builtin_convertvector(b[k], WideRow);
     for (int row = 0; row < 16; row++) {
-        double sums[8] = {};
-        for (int k = 0; k < K; k++) {
-            for (int column = 0; column < 8; column++)
-                sums[column] += (double)a[row][k] * (double)b[k][column];
-        }
+        WideRow sums = {};
+        for (int k = 0; k < K; k++)
+            sums += (double)a[row][k] * rows[k];
         for (int column = 0; column < 8; column++) {
             const int lane = row % 8 * 4 + column / 2, offset = (row / 8 * 2 + column % 2) * 4;
             write(outputs[lane], offset, (float)(read<float>(inputs[lane], 24 + offset) + sums[column]));
@@ -44,7 +47,8 @@ void multiply_and_add(const float (&a)[16][K], const float (&b)[K][8], const Mai
 
 template <float (*TO_FLOAT)(uint16_t)>
 void mma_m16n8k16(const Mailbox* inputs, Mailbox* outputs) {
-    float a[16][16], b[16][8];
+    float a[16][16];
+    Row b[16];
     for (int lane = 0; lane < 32; lane++) {
         const int row = lane / 4, column = lane % 4 * 2;
         for (int half = 0; half < 2; half++) {
@@ -113,7 +117,8 @@ void mma_m16n8k16_bfloat16(const Mailbox* inputs, Mailbox* outputs, unsigned mas
 
 void mma_m16n8k8_tf32(const Mailbox* inputs, Mailbox* outputs, unsigned mask) {
     need_whole_warp(mask);
-    float a[16][8], b[8][8];
+    float a[16][8];
+    Row b[8];
     for (int lane = 0; lane < 32; lane++) {
         const int row = lane / 4, column = lane % 4;
         for (int r = 0; r < 4; r++)
