@@ -1,6 +1,6 @@
 """Position-sensitive attention (YOLO's PSA / C2PSA block) on NumPy and CuPy arrays, forward and backward."""
 
-from psa_cupy import testing
+from psa_cupy import autograd, testing
 from psa_cupy.attention_map import attention_map
 from psa_cupy.launching.cpu import cpu_kernels
 from psa_cupy.passes.extract_v import extract_v, extract_v_backward
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PSAForward",
     "attention_map",
+    "autograd",
     "cpu_kernels",
     "extract_v",
     "extract_v_backward",

@@ -66,7 +66,9 @@ def _require_one_device(function: str, arrays: Mapping[str, object]) -> None:
 
 
 def require_dtype(function: str, name: str, array, expected: np.dtype | None = None) -> np.dtype:
-    """Check an array's dtype: one of `DTYPES`, or exactly `expected`; returns it."""
+    """Check a required array's dtype: one of `DTYPES`, or exactly `expected`; returns it."""
+    if array is None:
+        raise TypeError(f"{function}: {name} is None, expected a NumPy or CuPy array")
     if expected is None and array.dtype not in DTYPES:
         names = ", ".join(dtype.name for dtype in DTYPES)
         raise TypeError(f"{function}: {name} has dtype {array.dtype}, expected one of {names}")

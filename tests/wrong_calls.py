@@ -68,7 +68,7 @@ WRONG_CALLS = {
     "forward: None": WrongCall(
         lambda: psa_cupy.psa_forward(None, 2),
         TypeError,
-        "psa_forward: qkv is a NoneType, expected a NumPy or CuPy array",
+        "psa_forward: qkv is None, expected a NumPy or CuPy array",
     ),
     "forward: a Variable": WrongCall(
         forward(autograd.Variable(QKV)),
@@ -232,7 +232,7 @@ WRONG_CALLS = {
     "backward: out missing": WrongCall(
         lambda: psa_cupy.psa_backward(OUT, QKV, None, LSE, 2),
         TypeError,
-        "psa_backward: out is a NoneType, expected a NumPy or CuPy array",
+        "psa_backward: out is None, expected a NumPy or CuPy array",
     ),
     "backward: branch of a wrong shape": WrongCall(
         backward(d_v_branch=QKV),
@@ -340,7 +340,7 @@ WRONG_CALLS = {
     "attention_map: a query too large": WrongCall(
         lambda: psa_cupy.attention_map(QKV, 2, [6]),
         ValueError,
-        "attention_map: queries has 6, expected token indices from 0 to 5",
+        "attention_map: queries has 6, expected tokens from 0 to 5 (N = H*W)",
     ),
     "tape: d_y of a wrong dtype": WrongCall(
         lambda: _tape_backward(OUT.astype(F64)),

@@ -19,7 +19,7 @@ ACCESS_BYTES = 16
 """The widest access of a thread."""
 ATOMIC_BYTES = 4
 """The widest atomic addition that every architecture has; neighbouring threads then add side by side."""
-BYTES_IN_FLIGHT = 64
+BYTES_IN_FLIGHT = 128
 """What a thread loads before it stores, in as many rounds as that takes ..."""
 MOST_ROUNDS = 8
 """... but no more than these, which keep it all in registers."""

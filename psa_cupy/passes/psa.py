@@ -232,7 +232,8 @@ def _backward(
         "lse": (geometry.lse_shape, lse_dtype(dtype)),
         "d_v_branch": (geometry.out_shape, dtype),
     }
-    inputs = {input_name: array for input_name, array in inputs.items() if array is not None}
+    if d_v_branch is None:
+        del inputs["d_v_branch"]
     for input_name, array in inputs.items():
         require_dtype(name, input_name, array, specification[input_name][1])
         require_shape(name, input_name, array, specification[input_name][0])
