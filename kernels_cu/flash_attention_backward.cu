@@ -132,9 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS<ROWS*(KEY_
         load_tile<VALUE_DIM, BLOCK_COLUMNS>(d_o_tile, d_o + head * o_stride, first_query, queries);
         if (threadIdx.x < BLOCK_COLUMNS) {
             const int query = first_query + threadIdx.x;
-            // A query that does not exist gets lse = infinity, so that its P is exactly zero.
-            lse_tile[threadIdx.x] =
-                query < queries ? lse[head * queries + query] : -negative_infinity<Real>();
+            // Of a query that does not exist, d_o and q are zero: it adds nothing, whatever its P.
+            lse_tile[threadIdx.x] = query < queries ? lse[head * queries + query] : 0;
             delta_tile[threadIdx.x] = query < queries ? delta[head * queries + query] : 0;
         }
         __syncthreads();
