@@ -11,16 +11,17 @@
 // The weights pass through shared memory, in a part that belongs to one warp: __syncwarp suffices.
 //
 // Bank conflicts: a row of a tile is an odd number of 16-byte units long, so the 8 units that a quarter of a
-// warp touches at once lie in different banks. The lanes' grid is numbered so that of any two neighbouring
-// lanes one reads the same a and of any two lanes at distance 2 one reads the same b: with that, the hardware
-// serves a 16-byte read of half a warp in one pass.
+// warp touches at once lie in different banks. The lanes' grid is numbered so that neighbouring lanes read the
+// same b and lanes at distance 2 read the same a: with that, the hardware serves a 16-byte read of half a warp
+// in one pass.
 //
 // Compile-time constants, from passes/flash_attention.py:
 //   T                    element type in global memory
 //   KEY_DIM, VALUE_DIM   channels of Q and K, and of V
-//   CHANNEL_MAJOR        element (channel, token) stands at channel * N + token (NCHW); else token * D +
-//   channel WIDE                 16-byte copies are possible: bases and rows are multiples of 16 bytes WARPS,
-//   ROWS, COLUMNS the tile
+//   CHANNEL_MAJOR        element (channel, token) stands at channel * N + token (NCHW);
+//                        else at token * D + channel
+//   WIDE                 16-byte copies are possible: bases and rows are multiples of 16 bytes
+//   WARPS, ROWS, COLUMNS the tile
 #pragma once
 #include "common.cuh"
 #include "online_softmax.cuh"
@@ -41,9 +42,7 @@ constexpr int KEY_CHANNELS = 8 * KEY_SUMS, VALUE_CHANNELS = 8 * VALUE_SUMS;
 // Blocks that shall fit a multiprocessor at once, from the sums and scores that a thread keeps through a
 // product: with it the compiler limits the registers to 128, 168 or 255, as few as it can do with unspilled.
 template <int VALUES>
-constexpr int RESIDENT_BLOCKS = sizeof(Real) == 8 || VALUES > 96 ? 2
-                                : VALUES > 64                    ? 3
-                                                                 : 4;
+constexpr int RESIDENT_BLOCKS = sizeof(Real) == 8 || VALUES > 96 ? 2 : 3 + (VALUES <= 64);
 
 template <int LENGTH>
 struct alignas(LENGTH * sizeof(Real)) Vector {
