@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -373,6 +374,15 @@ def test_the_line_is_the_kernels_and_the_helpers():
     text += '#line 1 "test.cu"\nextern "C" __global__ void kernel(float* y) {\n    put(y, 64);\n}\n'
     with pytest.raises(KernelError, match=r"at test\.cu:2 \(in helper\.cuh:7\)"):
         run_text(text, checked=True, y=floats(64))
+
+
+def test_without_addr2line_the_address_is_named(monkeypatch):
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "addr2line" else which(name))
+    with pytest.raises(
+        KernelError, match=r"by thread .* at code address 0x[0-9a-f]+ \(addr2line of binutils"
+    ):
+        run_text(HEAD + "y[i] = x[i + 1];}", block=64, x=np.ones(64, np.float32), y=floats(64))
 
 
 @BOTH

@@ -197,6 +197,7 @@ void prepare_block(long number, const dim3& grid) {
         Fiber& fiber = block.fibers[i];
         fiber.block = make_uint3(x, y, z);
         fiber.state = State::ready;
+        fiber.site = reinterpret_cast<const char*>(launch.entry) + 1;
         // Stacks that all began at the same offset of a page would share the same few lines of the cache.
         make_context(fiber.context, fiber.stack, STACK_BYTES - i * 13 % 32 * 128, run_thread);
     }

@@ -39,8 +39,8 @@ struct Fiber : Thread {
 };
 
 struct Warp {
-    unsigned existing, ready, running,
-        waiting;  // lanes: of the block; able to go on; not finished; at a meeting
+    // Lanes, as bits: those the block has, able to go on, not finished, at a meeting.
+    unsigned existing, ready, running, waiting;
     alignas(16) Mailbox inputs[WARP], outputs[WARP];
     // Checked builds: how many times __syncwarp has completed since the last block barrier, and for each
     // lane, up to which of these it knows what each other lane did.
@@ -125,7 +125,7 @@ class SignalHandlers {
 std::string describe(const Fiber* fiber);
 std::string place(const void* code);  // of an instruction: the loader makes it file:line
 std::string place_of_call(const void* return_address);
-std::string element(const Region& region, const char* address);  // "element 5 of qkv (which has 130)"
+std::string element(const Region& region, const char* address);  // "element 5 of qkv, which has 130"
 [[noreturn]] void give_up(const std::string& report);
 
 }  // namespace cuda_on_cpu
