@@ -15,19 +15,22 @@
 //         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
 //     with P = exp2(S scale log2 e - lse log2 e), dS = P (dP - delta), delta = rowsum(d_out out). P and dS go
 //     from accumulators to operand A in registers.
-// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks; a block
-// has
-//     tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w takes every
+// Order: products of different steps overlap the elementwise part of a step. One buffer: S, then dP, of the
+//     next step, then the updates by this one; exponentials start as soon as S is there. Two buffers: S and
+//     dP of the next step are started before the elementwise part of this one.
+// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks in reverse;
+// a
+//     block has tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w takes every
 //     WARPGROUPS-th tile from the w-th.
 // Shared memory: a box per warpgroup (its tile), STAGES boxes (moving), STAGES * 64 pairs (lse log2 e,
 // delta),
-//     barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block, and the
-//     pairs are computed in the prologue. Otherwise the boxes are a ring, a block has at most WARPGROUPS
-//     tiles, and psa_backward_hopper_rows has written the pairs.
+//     barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block. A key
+//     block then computes the pairs of all queries, a warp per box, with d_out from the box; a warp of a
+//     query task those of its own 16 queries, in registers. Otherwise the boxes are a ring, a block has at
+//     most WARPGROUPS tiles, and psa_backward_hopper_rows has written the pairs.
 // Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warpgroup
-// whose
-//     tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in a fixed
-//     order.
+//     whose tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in a
+//     fixed order.
 #include "common.cuh"
 #include "tensor_core.cuh"
 #include "tensor_core_hopper.cuh"
@@ -146,45 +149,134 @@ __device__ __forceinline__ void add_products(float (&sum)[4], const T* out, cons
 
 // The pair of a token, and of a token beyond the last. log2_e is scale_log2 / scale: scores and lse are
 // multiplied by the same number, so that its rounding cancels where they are large.
-__device__ __forceinline__ float2 make_pair(const float* lse, float2 log2_e, float delta, int token,
-                                            int tokens) {
-    if (token >= tokens) {
-        return make_float2(NO_QUERY, 0.f);
-    }
-    return make_float2(fmaf(lse[token], log2_e.x, lse[token] * log2_e.y), delta);
+__device__ __forceinline__ float2 make_pair(float lse, float2 log2_e, float delta, bool inside) {
+    return inside ? make_float2(fmaf(lse, log2_e.x, lse * log2_e.y), delta) : make_float2(NO_QUERY, 0.f);
 }
 
-// The pairs of the whole head, by the whole block: each half of it sums half of the channels, meeting in the
-// two places of the pair. (Loops of fixed length: after one of varying length ptxas takes warps for divergent
-// and keeps descriptors out of uniform registers.)
-__device__ __forceinline__ void fill_pairs(float2* pairs, const Work& work) {
-    constexpr int TOKENS = STAGES * TILE, HALF = THREADS / 2;
-    float* partial = reinterpret_cast<float*>(pairs);
-    const int half = threadIdx.x / HALF;
-    const long long head = static_cast<long long>(work.bh) * VALUE_DIM * work.tokens;
+// sum[i] += the products of out and d_out at token i of eight, over every CHANNEL_STEP-th channel from
+// `channel` on: out in registers, d_out in a box, whose rows are channels; `unit` is the tokens' place in a
+// row.
+template <int CHANNEL_STEP, int CHANNELS>
+__device__ __forceinline__ void add_products_of_box(float (&sum)[8], const uint4 (&out)[CHANNELS],
+                                                    const unsigned char* rows, int channel, int unit) {
 #pragma unroll
-    for (int first = 0; first < TOKENS; first += 4 * HALF) {
-        const int token = first + 4 * (threadIdx.x % HALF);
-        if (token < work.tokens) {
-            float sum[4] = {};
-            add_products<2>(sum, work.out + head + token, work.d_out + head + token, work.tokens, half);
+    for (int i = 0; i < CHANNELS; ++i) {
+        const int at = channel + i * CHANNEL_STEP;
+        const uint4 d_out = *reinterpret_cast<const uint4*>(rows + at * ROW_BYTES + (unit ^ (at % 8)) * 16);
+        const unsigned x[4] = {out[i].x, out[i].y, out[i].z, out[i].w};
+        const unsigned y[4] = {d_out.x, d_out.y, d_out.z, d_out.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                partial[2 * (token + i) + half] = sum[i];
-            }
+        for (int j = 0; j < 4; ++j) {
+            const float2 a = unpack(x[j], T()), b = unpack(y[j], T());
+            sum[2 * j] += a.x * b.x;
+            sum[2 * j + 1] += a.y * b.y;
         }
     }
-    __syncthreads();
-    const float* lse = work.lse + static_cast<long long>(work.bh) * work.tokens;
+}
+
+// Eight tokens of out for every CHANNEL_STEP-th channel from `channel` on; zeros beyond the last of either.
+template <int CHANNEL_STEP, int CHANNELS>
+__device__ __forceinline__ void load_out(uint4 (&values)[CHANNELS], const Work& work, int channel,
+                                         int token) {
+    const T* out = work.out + (static_cast<long long>(work.bh) * VALUE_DIM + channel) * work.tokens + token;
 #pragma unroll
-    for (int first = 0; first < TOKENS; first += THREADS) {
-        const int token = first + threadIdx.x;
-        if (token < TOKENS) {
-            pairs[token] = make_pair(lse, work.log2_e, pairs[token].x + pairs[token].y, token, work.tokens);
+    for (int i = 0; i < CHANNELS; ++i) {
+        values[i] = make_uint4(0, 0, 0, 0);
+        if (token < work.tokens && channel + i * CHANNEL_STEP < VALUE_DIM) {
+            values[i] =
+                *reinterpret_cast<const uint4*>(out + static_cast<long long>(i) * CHANNEL_STEP * work.tokens);
         }
+    }
+}
+
+// Sums over the lanes that differ in the lane bits FIRST, 2 FIRST, ... 16: they all receive them.
+template <int FIRST>
+__device__ __forceinline__ void sum_over_lanes(float (&sum)[8]) {
+#pragma unroll
+    for (int bit = FIRST; bit < 32; bit *= 2) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], bit);
+        }
+    }
+}
+
+__device__ constexpr int largest_divisor(int value, int most) {
+    return value % most == 0 ? most : largest_divisor(value, most - 1);
+}
+
+// The pairs of all queries for a key block, a warp per box: lane % 8 is the unit of eight tokens, lane / 8
+// the first of every fourth channel. Loads of out are in flight before the box is waited for, which brings
+// d_out.
+__device__ __forceinline__ void fill_pairs(const Shared& shared, const unsigned char* memory, float2* pairs,
+                                           const Work& work) {
+    constexpr int ALL = 16 * VALUE_STEPS / 4, MOST = THREADS * BLOCKS_PER_SM > 384 ? 8 : 16;  // for registers
+    constexpr int CHANNELS = largest_divisor(ALL, MOST);
+    const int lane = threadIdx.x % 32, unit = lane % 8, group = lane / 8;
+#pragma unroll 1
+    for (int box = warp_uniform(threadIdx.x / 32); box < STAGES; box += THREADS / 32) {
+        const int token = box * TILE + unit * 8;
+        const bool inside = token < work.tokens;
+        const unsigned char* rows = memory + MOVING + box * BOX_BYTES + KEY_BYTES;
+        const int mine = token + 2 * group;  // the two tokens whose pairs this lane makes
+        float2 lse = make_float2(0.f, 0.f), delta = lse;
+        if (inside) {
+            lse = *reinterpret_cast<const float2*>(work.lse + static_cast<long long>(work.bh) * work.tokens +
+                                                   mine);
+        }
+        float sum[8] = {};
+#pragma unroll
+        for (int first = 0; first < ALL; first += CHANNELS) {
+            uint4 out[CHANNELS];
+            load_out<4>(out, work, 4 * first + group, token);
+            mbarrier_wait(shared.full(box), 0);
+            add_products_of_box<4>(sum, out, rows, 4 * first + group, unit);
+        }
+        sum_over_lanes<8>(sum);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            delta = group == i ? make_float2(sum[2 * i], sum[2 * i + 1]) : delta;
+        }
+        const float2 first = make_pair(lse.x, work.log2_e, delta.x, inside);
+        const float2 second = make_pair(lse.y, work.log2_e, delta.y, inside);
+        *reinterpret_cast<float4*>(pairs + mine) = make_float4(first.x, first.y, second.x, second.y);
     }
     __syncthreads();
 }
+
+// What a query task's pairs are made of, on its way: lane % 2 is the unit of eight tokens among the warp's
+// 16, lane / 2 the first of every 16th channel; lse is of the two rows of this lane in the accumulators.
+struct TileRows {
+    uint4 out[VALUE_STEPS];
+    float lse[2];
+
+    __device__ void load(const Work& work, int token, int lane) {
+        load_out<16>(out, work, lane / 2, token + lane % 2 * 8);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = token + lane / 4 + 8 * half;
+            lse[half] =
+                row < work.tokens ? work.lse[static_cast<long long>(work.bh) * work.tokens + row] : 0.f;
+        }
+    }
+
+    __device__ void make_pairs(float2 (&pairs)[2], const unsigned char* d_out_rows, const Work& work,
+                               int token, int warp, int lane) const {
+        float sum[8] = {};
+        add_products_of_box<16>(sum, out, d_out_rows, lane / 2, 2 * warp + lane % 2);
+        sum_over_lanes<2>(sum);  // now even lanes have tokens 0 to 7, odd ones 8 to 15
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float delta = 0.f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float other = __shfl_sync(0xffffffffu, sum[i], half);
+                delta = lane / 4 == i ? other : delta;
+            }
+            pairs[half] = make_pair(lse[half], work.log2_e, delta, token + lane / 4 + 8 * half < work.tokens);
+        }
+    }
+};
 
 // Operand A of a warp: its 16 tokens of a stationary tile, channels in steps of 16. The tile's rows are
 // channels, so matrices are transposed as they are loaded: 0 and 1 are the first eight channels of the first
@@ -266,6 +358,15 @@ __device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N
     }
 }
 
+template <bool FIRST, class A, class B>
+__device__ __forceinline__ auto& choose(A& a, B& b) {
+    if constexpr (FIRST) {
+        return a;
+    } else {
+        return b;
+    }
+}
+
 // All tasks of a block.
 template <bool KEYS>
 __device__ __forceinline__ void run(const Shared& shared, const unsigned char* memory, const Work& work) {
@@ -282,17 +383,29 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             load_moving<KEYS>(shared, work, i, i);
         }
     }
-    if (RESIDENT) {
-        fill_pairs(pairs, work);
+    TileRows tile_rows;
+    if (RESIDENT && !KEYS) {
+        tile_rows.load(work, (work.first_tile + warpgroup) * TILE + 16 * warp, lane);
+    }
+    if (RESIDENT && KEYS) {
+        fill_pairs(shared, memory, pairs, work);
+    }
+    if (TURNS && warpgroup == WARPGROUPS - 1) {
+        named_barrier_arrive(8, 256);
     }
 
     const unsigned long long stationary = wgmma_descriptor(shared.tile(warpgroup));
     const unsigned long long moving = wgmma_descriptor(shared.box(0));
 #pragma unroll 1
     for (int tile = work.first_tile + warpgroup; tile < work.last_tile; tile += WARPGROUPS) {
-        constexpr bool IN_REGISTERS = !KEYS || KEYS_IN_REGISTERS;
+        constexpr bool IN_REGISTERS = KEYS ? KEYS_IN_REGISTERS : QUERIES_IN_REGISTERS;
         unsigned key_a[KEY_STEPS][4], value_a[VALUE_STEPS][4];
-        float s[16], d_p[16], d_key[KEY_COLUMNS / 2] = {}, d_value[VALUE_COLUMNS / 2] = {};
+        constexpr int BUFFERS = KEYS ? KEY_BUFFERS : QUERY_BUFFERS;
+        constexpr bool SPLIT = BUFFERS == 1 && SPLIT_SCORES;
+        float s[16], d_p[16], s_second[BUFFERS == 2 ? 16 : 1], d_p_second[BUFFERS == 2 ? 16 : 1];
+        auto& s_odd = choose<BUFFERS == 2>(s_second, s);
+        auto& d_p_odd = choose<BUFFERS == 2>(d_p_second, d_p);
+        float d_key[KEY_COLUMNS / 2] = {}, d_value[VALUE_COLUMNS / 2] = {};
         unsigned p_a[2][4], d_s_a[2][4];
         float2 row[2];  // the pairs of a query task's two rows in this thread
 
@@ -301,9 +414,11 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             load_fragments(key_a, memory + warpgroup * BOX_BYTES, warp, lane);
             load_fragments(value_a, memory + warpgroup * BOX_BYTES + KEY_BYTES, warp, lane);
         }
-        if (!KEYS) {
-            const float2* rows =
-                RESIDENT ? pairs : work.rows + static_cast<long long>(work.bh) * boxes * TILE;
+        if (!KEYS && RESIDENT) {
+            const unsigned char* d_out_rows = memory + warpgroup * BOX_BYTES + KEY_BYTES;
+            tile_rows.make_pairs(row, d_out_rows, work, tile * TILE + 16 * warp, warp, lane);
+        } else if (!KEYS) {
+            const float2* rows = work.rows + static_cast<long long>(work.bh) * boxes * TILE;
             rows += tile * TILE + 16 * warp + lane / 4;
             row[0] = rows[0];
             row[1] = rows[8];
@@ -313,14 +428,32 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             pin(d_value);
         }
 
-        // S and dP of a step; then, behind them, the updates by the step before it: two groups in flight.
-        const auto start_scores = [&](unsigned long long b) {
+        // Warpgroups start their products in turn, so that one's elementwise part meets another's products.
+        const bool in_turns = TURNS && tile - warpgroup + WARPGROUPS <= work.last_tile;
+        const auto take_turn = [&] {
+            if (in_turns) {
+                named_barrier_sync(8 + warpgroup, 256);
+            }
+        };
+        const auto pass_turn = [&] {
+            if (in_turns) {
+                named_barrier_arrive(8 + (warpgroup + 1) % WARPGROUPS, 256);
+            }
+        };
+        // S and dP of a step.
+        const auto start_scores = [&](float (&s)[16], float (&d_p)[16], unsigned long long b) {
             wgmma_fence();
             if (IN_REGISTERS) {
                 multiply(s, key_a, b);
-                multiply(d_p, value_a, b + VALUE_UNITS);
             } else {
                 multiply<KEY_STEPS>(s, stationary, b);
+            }
+            if (SPLIT) {
+                wgmma_commit();
+            }
+            if (IN_REGISTERS) {
+                multiply(d_p, value_a, b + VALUE_UNITS);
+            } else {
                 multiply<VALUE_STEPS>(d_p, stationary + VALUE_UNITS, b + VALUE_UNITS);
             }
             wgmma_commit();
@@ -333,36 +466,47 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             wgmma_commit();
         };
         // P and dS of a step, in place while the updates of the step before still run, then packed.
-        const auto finish_scores = [&](const float2* columns, bool last) {
-            wgmma_wait<1>();
+        // LATER: groups that were committed after these updates and may stay in flight.
+        constexpr int LATER = BUFFERS - 1;
+        const auto finish_scores = [&](float (&s)[16], float (&d_p)[16], const float2* columns, bool last) {
+            wgmma_wait<LATER + 1 + SPLIT>();
             pin(s);
-            pin(d_p);
+            if (!SPLIT) {
+                pin(d_p);
+            }
+            float2 column[8];  // columns 8 j + 2 (lane % 4) + {0, 1} of a key task are queries
             if (KEYS) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {  // columns 8 j + 2 (lane % 4) + {0, 1} are queries
+                for (int j = 0; j < 4; ++j) {
                     const float4 two = *reinterpret_cast<const float4*>(columns + 8 * j + 2 * (lane % 4));
-#pragma unroll
-                    for (int i = 4 * j; i < 4 * j + 4; ++i) {
-                        s[i] = exp2_approx(fmaf(s[i], work.scale_log2, i % 2 ? -two.z : -two.x));
-                        d_p[i] = s[i] * (d_p[i] - (i % 2 ? two.w : two.y));
-                    }
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    s[i] = exp2_approx(fmaf(s[i], work.scale_log2, -row[i / 2 % 2].x));
-                    d_p[i] = s[i] * (d_p[i] - row[i / 2 % 2].y);
-                }
-                if (last) {  // keys beyond the last have a score of 0, whose P may be inf
-                    const int limit = work.tokens - (steps - 1) * STEP - 2 * (lane % 4);
-#pragma unroll
-                    for (int i = 0; i < 16; ++i) {
-                        d_p[i] = i / 4 * 8 + i % 2 < limit ? d_p[i] : 0.f;
-                    }
-                    pin(d_p);  // keeps this a branch
+                    column[2 * j] = make_float2(two.x, two.y);
+                    column[2 * j + 1] = make_float2(two.z, two.w);
                 }
             }
-            wgmma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const float2 pair = KEYS ? column[i / 4 * 2 + i % 2] : row[i / 2 % 2];
+                s[i] = exp2_approx(fmaf(s[i], work.scale_log2, -pair.x));
+            }
+            if (SPLIT) {
+                wgmma_wait<LATER + 1>();
+                pin(s);
+                pin(d_p);
+            }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const float2 pair = KEYS ? column[i / 4 * 2 + i % 2] : row[i / 2 % 2];
+                d_p[i] = s[i] * (d_p[i] - pair.y);
+            }
+            if (!KEYS && last) {  // keys beyond the last have a score of 0, whose P may be inf
+                const int limit = work.tokens - (steps - 1) * STEP - 2 * (lane % 4);
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    d_p[i] = i / 4 * 8 + i % 2 < limit ? d_p[i] : 0.f;
+                }
+                pin(d_p);  // keeps this a branch
+            }
+            wgmma_wait<LATER>();
             pin(d_key);
             if (KEYS) {
                 pin(d_value);
@@ -371,15 +515,28 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             pack_fragments(d_s_a, d_p);
         };
 
+        if (BUFFERS == 2) {  // defined before the first product starts: ptxas would do it behind it
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                s[i] = d_p[i] = s_odd[i] = d_p_odd[i] = 0.f;
+            }
+            pin(s);
+            pin(d_p);
+            pin(s_odd);
+            pin(d_p_odd);
+        }
         mbarrier_wait(shared.full(0), 0);
-        start_scores(moving);
+        start_scores(s, d_p, moving);
         wgmma_commit();  // no updates yet: an empty group in their place
         int stage = 0, parity = 0, refill_stage = 0, refill_parity = 0;
         unsigned long long b = moving;  // the box at hand
 #pragma unroll 1
         for (int box = 0;; ++box) {
             const float2* columns = pairs + stage * TILE;
-            finish_scores(columns, 2 * box + 1 == steps);
+            if (BUFFERS == 2) {
+                start_scores(s_odd, d_p_odd, b + STEP_UNITS);
+            }
+            finish_scores(s, d_p, columns, 2 * box + 1 == steps);
             if (!RESIDENT && box > 0) {  // the box before was last read by the updates that have just ended
                 if (lane == 0) {
                     mbarrier_arrive(shared.empty(stage ? stage - 1 : STAGES - 1));
@@ -397,25 +554,55 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
                 }
             }
             if (2 * box + 1 == steps) {
+                if (BUFFERS == 2) {
+                    wgmma_wait<0>();
+                    pin(s_odd);
+                    pin(d_p_odd);
+                }
                 break;
             }
-            start_scores(b + STEP_UNITS);
+            take_turn();
+            if (BUFFERS == 1) {
+                start_scores(s, d_p, b + STEP_UNITS);
+            } else {
+                wgmma_fence();
+            }
             start_updates(b);
+            pass_turn();
 
-            finish_scores(columns + STEP, 2 * box + 2 == steps);
-            if (2 * box + 2 == steps) {
-                b += STEP_UNITS;
-                break;
-            }
             const unsigned long long second_half = b + STEP_UNITS;
             if (++stage == STAGES) {
                 stage = 0;
                 parity ^= 1;
             }
             b = moving + static_cast<unsigned long long>(stage * BOX_UNITS);
-            mbarrier_wait(shared.full(stage), parity);
-            start_scores(b);
+            if (BUFFERS == 2) {  // beyond the last box these scores are of old data and not used
+                if (box + 1 < boxes) {
+                    mbarrier_wait(shared.full(stage), parity);
+                }
+                start_scores(s, d_p, b);
+            }
+            finish_scores(s_odd, d_p_odd, columns + STEP, 2 * box + 2 == steps);
+            if (2 * box + 2 == steps) {
+                if (BUFFERS == 2) {
+                    wgmma_wait<0>();
+                    pin(s);
+                    pin(d_p);
+                }
+                b = second_half;
+                break;
+            }
+            if (BUFFERS == 1) {
+                mbarrier_wait(shared.full(stage), parity);
+            }
+            take_turn();
+            if (BUFFERS == 1) {
+                start_scores(s, d_p, b);
+            } else {
+                wgmma_fence();
+            }
             start_updates(second_half);
+            pass_turn();
         }
         wgmma_fence();
         start_updates(b);
@@ -431,6 +618,9 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
                 load_tile(shared, work, warpgroup, tile + WARPGROUPS);
             }
             __syncwarp();
+            if (!KEYS) {
+                tile_rows.load(work, (tile + WARPGROUPS) * TILE + 16 * warp, lane);
+            }
         }
         const int token = tile * TILE + 16 * warp;
         const long long bh = work.bh, tokens = work.tokens;
@@ -462,7 +652,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int key_blocks = min(heads_per_wave, heads - first_head) * blocks_per_head;
     int block = blockIdx.x - wave * (2 * heads_per_wave * blocks_per_head);
     const bool is_keys = block < key_blocks;
-    block -= is_keys ? 0 : key_blocks;
+    if (!is_keys) {  // in reverse: a multiprocessor with a long key block gets a short query block
+        block = REVERSE_QUERIES ? 2 * key_blocks - 1 - block : block - key_blocks;
+    }
     const int bh = warp_uniform(first_head + block / blocks_per_head);
     const int first_tile = warp_uniform(block % blocks_per_head * tiles_per_block);
     const int last_tile = min(first_tile + tiles_per_block, tiles);
@@ -521,7 +713,8 @@ extern "C" __global__ void __launch_bounds__(128)
             delta += partial[i][threadIdx.x];
         }
         const int token = first_token + threadIdx.x;
-        rows[static_cast<long long>(blockIdx.x) * TILE + threadIdx.x] =
-            make_pair(lse + bh * tokens, make_float2(log2_e, log2_e_low), delta, token, tokens);
+        const bool inside = token < tokens;
+        rows[static_cast<long long>(blockIdx.x) * TILE + threadIdx.x] = make_pair(
+            inside ? lse[bh * tokens + token] : 0.f, make_float2(log2_e, log2_e_low), delta, inside);
     }
 }

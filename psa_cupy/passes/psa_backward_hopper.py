@@ -38,12 +38,26 @@ class Layout:
     blocks_per_multiprocessor: int
     keys_in_registers: bool
     """Whether a key task holds its K and V in registers; else wgmma reads them from shared memory."""
+    queries_in_registers: bool = True
+    """The same for Q and d_out of a query task."""
+    key_buffers: int = 1
+    """Accumulators of S and dP: with two, a step's products run behind the elementwise part before it."""
+    query_buffers: int = 1
+    split_scores: bool = True
+    """Whether, with one buffer, exponentials start when S is there, while dP and the updates still run."""
+    turns: bool = False
+    """Whether the warpgroups of a block start their products in turn."""
+    reverse_queries: bool = True
+    """Whether query blocks go in reverse order: beside a long key block then runs a short query block."""
 
 
-FOUR_WARPGROUPS = Layout(warpgroups=2, blocks_per_multiprocessor=2, keys_in_registers=False)
+TWO_BLOCKS = Layout(warpgroups=2, blocks_per_multiprocessor=2, keys_in_registers=False)
 """At most 128 registers a thread."""
-THREE_WARPGROUPS = Layout(warpgroups=3, blocks_per_multiprocessor=1, keys_in_registers=False)
+FOUR_WARPGROUPS = Layout(warpgroups=4, blocks_per_multiprocessor=1, keys_in_registers=False)
+"""The same, and boxes of a ring serve twice as many tiles."""
+THREE_WARPGROUPS = Layout(warpgroups=3, blocks_per_multiprocessor=1, keys_in_registers=True)
 """At most 168 registers a thread."""
+THREE_WARPGROUPS_SHARED_KEYS = Layout(warpgroups=3, blocks_per_multiprocessor=1, keys_in_registers=False)
 TWO_WARPGROUPS = Layout(warpgroups=2, blocks_per_multiprocessor=1, keys_in_registers=True)
 """At most 255 registers a thread."""
 
@@ -56,32 +70,37 @@ def supports(problem: PSAProblem, device: Device) -> bool:
         and problem.dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
         and problem.aligned
         and problem.geometry.tokens % 8 == 0
-        and choose_layout(problem.geometry) is not None
+        and choose_layout(problem, device) is not None
     )
 
 
 def plan(problem: PSAProblem, device: Device) -> Plan:
     """The launches of psa_backward: operands d_out, qkv, out, lse, d_qkv, and d_v_branch if there is one."""
-    return plan_with_layout(problem, device, choose_layout(problem.geometry))
+    return plan_with_layout(problem, device, choose_layout(problem, device))
 
 
-def choose_layout(geometry: PSAGeometry) -> Layout | None:
+def choose_layout(problem: PSAProblem, device: Device) -> Layout | None:
     """The layout with the most warpgroups whose registers suffice, or None.
 
     A key task holds two accumulators of 64 x 32 (S, dP: 16 registers each), one of 64 x key_dim and one of
     64 x value_dim, P and dS (16), and about 30 registers besides; with K and V in registers 4 for each 16 of
-    their channels. (What the compiler really takes is checked by the tests: no spills.)
+    their channels, and a branch 4. (What the compiler really takes is checked by the tests: no spills.)
     """
+    geometry = problem.geometry
     columns = _round_up(geometry.key_dim, 8), _round_up(geometry.value_dim, 8)
     if max(columns) > _MAX_COLUMNS:
         return None
     registers = 32 + sum(columns) // 2 + 16 + 30
-    operands = (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16)) // 4
+    with_keys = registers + (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16)) // 4
+    with_keys += 4 * problem.branch
     if registers <= 126:
-        return FOUR_WARPGROUPS
-    if registers <= 160:
+        resident = -(-geometry.tokens // _TILE) <= _stages_that_fit(geometry, device, TWO_BLOCKS)
+        return TWO_BLOCKS if resident else FOUR_WARPGROUPS
+    if with_keys <= 166:
         return THREE_WARPGROUPS
-    return TWO_WARPGROUPS if registers + operands <= 240 else None
+    if registers <= 160:
+        return THREE_WARPGROUPS_SHARED_KEYS
+    return TWO_WARPGROUPS if with_keys <= 240 else None
 
 
 def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Plan:
@@ -105,6 +124,12 @@ def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Pla
         ("WARPGROUPS", layout.warpgroups),
         ("BLOCKS_PER_SM", layout.blocks_per_multiprocessor),
         ("KEYS_IN_REGISTERS", layout.keys_in_registers),
+        ("QUERIES_IN_REGISTERS", layout.queries_in_registers),
+        ("KEY_BUFFERS", layout.key_buffers),
+        ("QUERY_BUFFERS", layout.query_buffers),
+        ("SPLIT_SCORES", layout.split_scores),
+        ("TURNS", layout.turns),
+        ("REVERSE_QUERIES", layout.reverse_queries),
         ("STAGES", stages),
         ("RESIDENT", resident),
         ("BRANCH", problem.branch),

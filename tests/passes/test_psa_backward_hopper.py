@@ -60,7 +60,7 @@ def owned(launch):
         wave, block = divmod(index, 2 * heads_per_wave * blocks_per_head)
         key_blocks = min(heads_per_wave, heads - wave * heads_per_wave) * blocks_per_head
         is_keys = block < key_blocks
-        block -= 0 if is_keys else key_blocks
+        block = block if is_keys else 2 * key_blocks - 1 - block
         bh = wave * heads_per_wave + block // blocks_per_head
         first = block % blocks_per_head * tiles_per_block
         for tile in range(first, min(first + tiles_per_block, tiles)):
@@ -116,7 +116,7 @@ def compiled_log(kernel):
 
 @pytest.mark.parametrize("tokens", [400, 1600])
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("dims", [(5, 10), (32, 64), (36, 72), (64, 128)])
+@pytest.mark.parametrize("dims", [(5, 10), (32, 64), (36, 72), (48, 96), (64, 128)])
 def test_compiles_without_spills_or_serialised_wgmma(dims, added, tokens):
     one = problem(tokens=tokens, key_dim=dims[0], value_dim=dims[1], accumulate=added, branch=added)
     *_, fused = hopper.plan(one, H200).launches
