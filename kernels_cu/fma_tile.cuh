@@ -11,9 +11,9 @@
 // The weights pass through shared memory, in a part that belongs to one warp: __syncwarp suffices.
 //
 // Bank conflicts: a row of a tile is an odd number of 16-byte units long, so the 8 units that a quarter of a
-// warp touches at once lie in different banks. The lanes' grid is numbered so that neighbouring lanes read the
-// same b and lanes at distance 2 read the same a: with that, the hardware serves a 16-byte read of half a warp
-// in one pass.
+// warp touches at once lie in different banks. The lanes' grid is numbered so that neighbouring lanes read
+// the same b and lanes at distance 2 read the same a: with that, the hardware serves a 16-byte read of half a
+// warp in one pass.
 //
 // Compile-time constants, from passes/flash_attention.py:
 //   T                    element type in global memory
