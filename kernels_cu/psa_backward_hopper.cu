@@ -6,10 +6,8 @@
 //     d_out through 3-D maps (tokens, channels, BH) in boxes of 64 tokens by all channels, the channels
 //     rounded up to whole steps of 16: what is missing in tokens or channels arrives as zeros.
 // Work: a head is cut into tiles of 64 tokens. A key task owns dK and dV of a tile of keys, a query task dQ
-// of a
-//     tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup runs a
-//     task: its tile is stationary (operand A), and all tokens of the other side pass by in boxes (operand
-//     B):
+//     of a tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup runs
+//     a task: its tile is stationary (operand A), all tokens of the other side pass by in boxes (operand B):
 //                 stationary   moving    per step of 32 moving tokens
 //         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
 //         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
@@ -18,14 +16,12 @@
 // Order: products of different steps overlap the elementwise part of a step. One buffer: S, then dP, of the
 //     next step, then the updates by this one; exponentials start as soon as S is there. Two buffers: S and
 //     dP of the next step are started before the elementwise part of this one.
-// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks in reverse;
-// a
-//     block has tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w takes every
-//     WARPGROUPS-th tile from the w-th.
-// Shared memory: a box per warpgroup (its tile), STAGES boxes (moving), STAGES * 64 pairs (lse log2 e,
-// delta),
-//     barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block. A key
-//     block then computes the pairs of all queries, a warp per box, with d_out from the box; a warp of a
+// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks in
+//     reverse; a block has tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w
+//     takes every WARPGROUPS-th tile from the w-th.
+// Shared memory: a box per warpgroup (its tile), STAGES boxes (moving), STAGES * 64 pairs (lse log2 e and
+//     delta), barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block. A
+//     key block then computes the pairs of all queries, a warp per box, with d_out from the box; a warp of a
 //     query task those of its own 16 queries, in registers. Otherwise the boxes are a ring, a block has at
 //     most WARPGROUPS tiles, and psa_backward_hopper_rows has written the pairs.
 // Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warpgroup
@@ -97,11 +93,12 @@ struct Shared {
 // What a block works on. The maps are of the operands with KEY_DIM and with VALUE_DIM channels.
 struct Work {
     const TensorMap *stationary_key, *stationary_value, *moving_key, *moving_value;
-    const T *out, *d_out, *d_v_branch;
+    const T *qkv, *out, *d_out, *d_v_branch;
     const float* lse;
     const float2* rows;  // of all heads, whole boxes each
     T* d_qkv;
-    int bh, tokens, first_tile, last_tile;
+    int bh, next_bh;  // of the block that runs here one wave later, or -1
+    int tokens, first_tile, last_tile;
     float scale, scale_log2;
     float2 log2_e;  // in two words
 };
@@ -390,6 +387,12 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
     if (RESIDENT && KEYS) {
         fill_pairs(shared, memory, pairs, work);
     }
+    if (PREFETCH && KEYS && RESIDENT && threadIdx.x == 0 && work.first_tile == 0 && work.next_bh >= 0) {
+        const long long head = work.next_bh, elements = static_cast<long long>(VALUE_DIM) * work.tokens;
+        prefetch_to_l2(work.qkv + head * HEAD_CHANNELS * work.tokens, HEAD_CHANNELS * work.tokens * 2);
+        prefetch_to_l2(work.d_out + head * elements, VALUE_DIM * work.tokens * 2);
+        prefetch_to_l2(work.out + head * elements, VALUE_DIM * work.tokens * 2);
+    }
     if (TURNS && warpgroup == WARPGROUPS - 1) {
         named_barrier_arrive(8, 256);
     }
@@ -638,10 +641,11 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     psa_backward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                         const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap d_out_map,
-                        const T* __restrict__ out, const T* __restrict__ d_out, const float* __restrict__ lse,
-                        const float2* __restrict__ rows, const T* __restrict__ d_v_branch,
-                        T* __restrict__ d_qkv, int heads, int heads_per_wave, int tiles_per_block, int tokens,
-                        float scale, float scale_log2, float log2_e, float log2_e_low) {
+                        const T* __restrict__ qkv, const T* __restrict__ out, const T* __restrict__ d_out,
+                        const float* __restrict__ lse, const float2* __restrict__ rows,
+                        const T* __restrict__ d_v_branch, T* __restrict__ d_qkv, int heads,
+                        int heads_per_wave, int tiles_per_block, int tokens, float scale, float scale_log2,
+                        float log2_e, float log2_e_low) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
 
@@ -656,6 +660,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         block = REVERSE_QUERIES ? 2 * key_blocks - 1 - block : block - key_blocks;
     }
     const int bh = warp_uniform(first_head + block / blocks_per_head);
+    const int next_bh = bh + heads_per_wave < heads ? bh + heads_per_wave : -1;
     const int first_tile = warp_uniform(block % blocks_per_head * tiles_per_block);
     const int last_tile = min(first_tile + tiles_per_block, tiles);
 
@@ -673,13 +678,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
 
     if (is_keys) {
-        run<true>(shared, memory,
-                  Work{&k_map, &v_map, &q_map, &d_out_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
-                       tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
+        run<true>(
+            shared, memory,
+            Work{&k_map, &v_map, &q_map, &d_out_map, qkv, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
+                 next_bh, tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
     } else {
-        run<false>(shared, memory,
-                   Work{&q_map, &d_out_map, &k_map, &v_map, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
-                        tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
+        run<false>(
+            shared, memory,
+            Work{&q_map, &d_out_map, &k_map, &v_map, qkv, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
+                 next_bh, tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
     }
 }
 

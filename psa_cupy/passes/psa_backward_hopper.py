@@ -47,6 +47,8 @@ class Layout:
     """Whether, with one buffer, exponentials start when S is there, while dP and the updates still run."""
     turns: bool = False
     """Whether the warpgroups of a block start their products in turn."""
+    prefetch: bool = False
+    """Whether key blocks bring the heads of the next wave into the L2 cache."""
     reverse_queries: bool = True
     """Whether query blocks go in reverse order: beside a long key block then runs a short query block."""
 
@@ -129,6 +131,7 @@ def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Pla
         ("QUERY_BUFFERS", layout.query_buffers),
         ("SPLIT_SCORES", layout.split_scores),
         ("TURNS", layout.turns),
+        ("PREFETCH", layout.prefetch),
         ("REVERSE_QUERIES", layout.reverse_queries),
         ("STAGES", stages),
         ("RESIDENT", resident),
@@ -143,6 +146,7 @@ def plan_with_layout(problem: PSAProblem, device: Device, layout: Layout) -> Pla
         block=(128 * layout.warpgroups, 1, 1),
         arguments=(
             *_tensor_maps(geometry),
+            Operand("qkv"),
             Operand("out"),
             Operand("d_out"),
             Operand("lse"),

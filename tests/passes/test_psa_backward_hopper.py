@@ -53,7 +53,7 @@ def test_needs_hopper_and_tensor_maps():
 
 def owned(launch):
     """Every (is_keys, bh, tile) that the blocks of a launch own, decoded as the kernel does."""
-    heads, heads_per_wave, tiles_per_block, tokens = (int(x) for x in launch.arguments[10:14])
+    heads, heads_per_wave, tiles_per_block, tokens = (int(x) for x in launch.arguments[11:15])
     tiles = -(-tokens // 64)
     blocks_per_head = -(-tiles // tiles_per_block)
     for index in range(launch.grid[0]):
