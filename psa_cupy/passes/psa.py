@@ -35,6 +35,9 @@ from psa_cupy.passes import (
     psa_forward as portable_forward,
 )
 from psa_cupy.passes import (
+    psa_forward_float as portable_forward_float,
+)
+from psa_cupy.passes import (
     psa_forward_hopper as hopper_forward,
 )
 from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always
@@ -357,6 +360,19 @@ def _infer_shape(qkv_shape, num_heads, key_dim=None):
     return (batch, *geometry.out_shape[1:]), (batch, *geometry.lse_shape[1:])
 
 
+def _either(*modules) -> Variant:
+    """The variant of several modules that bear one name: of the first that supports the problem."""
+
+    def supporting(problem, device):
+        return next((module for module in modules if module.supports(problem, device)), None)
+
+    return Variant(
+        modules[0].NAME,
+        supports=lambda problem, device: supporting(problem, device) is not None,
+        plan=lambda problem, device: supporting(problem, device).plan(problem, device),
+    )
+
+
 PSA = Pass(
     name="psa",
     function=psa_forward,
@@ -365,7 +381,7 @@ PSA = Pass(
     variants={
         "forward": (
             Variant(hopper_forward.NAME, hopper_forward.supports, hopper_forward.plan),
-            Variant(portable_forward.NAME, portable_forward.supports, portable_forward.plan),
+            _either(portable_forward, portable_forward_float),
             Variant("plain", always, flash_attention.plain_psa_forward_plan),
         ),
         "backward": (

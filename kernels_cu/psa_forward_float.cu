@@ -1,0 +1,507 @@
+// The portable forward of float32 and float64: attention of whole heads from and to NCHW on mma.sync at full
+// accuracy, sm_80 and later; also the CPU execution.
+//
+//   out = V softmax(scale * Q^T K)^T and lse = log of the sum of exp(scale * Q^T K), for every head
+//
+// Layout   qkv (BH, KEY_DIM + KEY_DIM + VALUE_DIM, tokens); out (BH, VALUE_DIM, tokens); lse (BH, tokens).
+// Grid     BH * PARTS * splits, 1-D, splits running fastest. A block takes WARPS neighbouring tiles of
+//          QUERIES queries, and of V one part of VALUE_PART channels (PARTS > 1 where a warp's registers
+//          cannot hold the sums of all channels: the scores are then made again for each part)
+// Block    32 * WARPS threads. A warp owns one tile of queries and walks over all keys, CHUNK at a time, in
+//          groups of 16. Warps without a tile only help to load
+// Shared   two slots for a chunk of K and V, used in turn, and for float32 the chunk on its way, as it comes
+//          (psa_forward_float.py: shared_bytes). Only the thread that copied an element there reads it
+// Writes   each address of out and lse once, by the warp that owns its query (lse: for the first part of V):
+//          repeatable
+//
+// float32 is split into three bfloat16 (8 bits each: nothing is lost), K and V once per block on their way
+// into the slots, Q once per warp, the weights as they are made. Six products of the parts, m16n8k16, make one
+// product of float32; the three left out are 2^-26 of it and less. (Three TF32 products, m16n8k8, take the same
+// time and leave out 2^-21; and 16-bit parts have ldmatrix.) Tensor cores truncate as they add, so the six
+// go small ones first, and sums over groups of keys are added up outside. float64 needs none of this: m8n8k4.
+//
+// Softmax: weights are 2^(score - reference), with scores in units of log 2. A row's reference is its largest
+// score seen so far plus HEADROOM, set at the first group and raised only when a weight reaches 2, which is
+// one bit of it: any row is right, and most are never rescaled.
+//
+// Compile-time constants, from passes/psa_forward_float.py:
+//   T                    float or double
+//   KEY_DIM, VALUE_DIM   channels; rounded up to whole products by zeros in shared memory
+//   VALUE_PART           see above; a multiple of 16 (float) or 8 (double)
+//   WARPS, QUERY_TILES   of a block, of a warp (16 queries each)
+//   CHUNK                keys of a slot, a multiple of 16
+//   MIN_BLOCKS           blocks that a multiprocessor shall hold: bounds the registers
+//   WIDTH                elements of the widest copy that all rows' alignment allows: 4 (float), 2 or 1
+#include "online_softmax.cuh"
+#include "tensor_core.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int QUERIES = 16 * QUERY_TILES;
+constexpr int GROUP = 16;  // keys
+constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
+constexpr int PARTS = (VALUE_DIM + VALUE_PART - 1) / VALUE_PART;
+constexpr int COLUMNS = VALUE_PART / 8;  // accumulator tiles of 16 queries x 8 channels
+constexpr int HEADROOM = 6;
+constexpr unsigned REACHED_TWO = 0x40000000u;  // the highest exponent bit
+constexpr unsigned WARP = 0xffffffffu;
+
+__host__ __device__ constexpr int round_up(int value, int unit) {
+    return (value + unit - 1) / unit * unit;
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+    return exp2_approx(x);
+}
+__device__ __forceinline__ double power_of_two(double x) {
+    return exp2(x);
+}
+// The half of a number that holds its exponent.
+__device__ __forceinline__ unsigned high_word(float x) {
+    return __float_as_uint(x);
+}
+__device__ __forceinline__ unsigned high_word(double x) {
+    return static_cast<unsigned>(__double_as_longlong(x) >> 32);
+}
+
+// The matrix products of one element type on chunks in shared memory, whose rows are channels. Scores of 16
+// queries x 16 keys are two accumulator tiles of 16 x 8; with g = lane / 4, c = lane % 4, elements 0 and 1 of
+// a tile are at (g, 2 c), (g, 2 c + 1) and elements 2 and 3 at (g + 8, 2 c), (g + 8, 2 c + 1).
+//     Queries    operand A: 16 queries x CHANNEL_STEP channels; made of element(row, channel), both relative
+//     multiply   s = Q^T K of 16 keys from `keys` on
+//     update     o (16 queries x VALUE_PART channels) += the product of the weights p over these keys and V
+template <class Element>
+struct Product;
+
+template <>
+struct Product<float> {
+    using Stored = __nv_bfloat16;
+    static constexpr int CHANNEL_STEP = 16;
+    static constexpr int SPLIT_INTO = 3;
+    // Rows are an odd number of 16-byte units long: the eight rows of a matrix lie in different banks.
+    static constexpr int KEY_PITCH = CHUNK + 8, VALUE_PITCH = CHUNK + 8;
+    static constexpr int KEY_ROWS = round_up(KEY_DIM, 16);
+    static constexpr int PLANE = (KEY_ROWS + VALUE_PART) * KEY_PITCH;
+    static constexpr int SLOT = SPLIT_INTO * PLANE;  // a plane for the high parts, one for the middle, the low
+    static constexpr int STEPS = KEY_ROWS / CHANNEL_STEP;
+
+    struct Queries {
+        unsigned part[3][4];
+    };
+
+    // Two numbers into three pairs of bfloat16, high parts first.
+    static __device__ __forceinline__ void split(unsigned (&part)[3], float first, float second) {
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            part[i] = pack2(first, second, Stored());
+            first -= __uint_as_float(part[i] << 16);
+            second -= __uint_as_float(part[i] & 0xffff0000u);
+        }
+    }
+
+    template <class Read>
+    static __device__ __forceinline__ void load(Queries& a, Read element) {
+        const int row = threadIdx.x % 32 / 4, channel = threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            unsigned part[3];
+            const int at_row = row + i % 2 * 8, at_channel = channel + i / 2 * 8;
+            split(part, element(at_row, at_channel), element(at_row, at_channel + 1));
+#pragma unroll
+            for (int plane = 0; plane < 3; plane++)
+                a.part[plane][i] = part[plane];
+        }
+    }
+
+    // d += the products of the parts but the largest.
+    static __device__ __forceinline__ void add_small(float (&d)[4], const unsigned (&a)[3][4],
+                                                     const unsigned (&b)[3][2]) {
+        mma_m16n8k16(d, a[2], b[0], d, Stored());
+        mma_m16n8k16(d, a[0], b[2], d, Stored());
+        mma_m16n8k16(d, a[1], b[1], d, Stored());
+        mma_m16n8k16(d, a[1], b[0], d, Stored());
+        mma_m16n8k16(d, a[0], b[1], d, Stored());
+    }
+
+    // Both operands B of a matrix load, of all planes.
+    static __device__ __forceinline__ void sort(unsigned (&b)[2][3][2], const unsigned (&loaded)[3][4]) {
+#pragma unroll
+        for (int plane = 0; plane < 3; plane++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                b[i / 2][plane][i % 2] = loaded[plane][i];
+    }
+
+    static __device__ __forceinline__ void multiply(float (&s)[QUERY_TILES][2][4],
+                                                    const Queries (&q)[QUERY_TILES][STEPS],
+                                                    const Stored* keys) {
+        float small[QUERY_TILES][2][4] = {}, large[QUERY_TILES][2][4] = {};
+        const Stored* row = keys + threadIdx.x % 16 * KEY_PITCH + threadIdx.x % 32 / 16 * 8;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            unsigned loaded[3][4], b[2][3][2];
+#pragma unroll
+            for (int plane = 0; plane < 3; plane++)
+                ldmatrix_x4_trans(loaded[plane], row + plane * PLANE + step * 16 * KEY_PITCH);
+            sort(b, loaded);
+#pragma unroll
+            for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    add_small(small[t][j], q[t][step].part, b[j]);
+                    mma_m16n8k16(large[t][j], q[t][step].part[0], b[j][0], large[t][j], Stored());
+                }
+        }
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int x = 0; x < 4; x++)
+                    s[t][j][x] = small[t][j][x] + large[t][j][x];
+    }
+
+    static __device__ __forceinline__ void update(float (&o)[QUERY_TILES][COLUMNS][4],
+                                                  const float (&p)[QUERY_TILES][2][4], const Stored* keys) {
+        unsigned a[QUERY_TILES][3][4];  // accumulator tiles are operand A as they stand
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                unsigned part[3];
+                split(part, p[t][i / 2][i % 2 * 2], p[t][i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+                for (int plane = 0; plane < 3; plane++)
+                    a[t][plane][i] = part[plane];
+            }
+        const int lane = threadIdx.x % 32;
+        const Stored* row = keys + (KEY_ROWS + lane % 8 + lane / 16 * 8) * VALUE_PITCH + lane / 8 % 2 * 8;
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i += 2) {
+            unsigned loaded[3][4], b[2][3][2];
+#pragma unroll
+            for (int plane = 0; plane < 3; plane++)
+                ldmatrix_x4(loaded[plane], row + plane * PLANE + i * 8 * VALUE_PITCH);
+            sort(b, loaded);
+#pragma unroll
+            for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    float sum[4] = {};
+                    add_small(sum, a[t], b[j]);
+                    mma_m16n8k16(sum, a[t][0], b[j][0], sum, Stored());
+#pragma unroll
+                    for (int x = 0; x < 4; x++)
+                        o[t][i + j][x] += sum[x];
+                }
+        }
+    }
+};
+
+template <>
+struct Product<double> {
+    using Stored = double;
+    static constexpr int CHANNEL_STEP = 4;
+    static constexpr int SPLIT_INTO = 1;
+    // A load of K is of 4 rows x 4 keys for half a warp, one of V of 2 rows x 4 pairs of keys for a quarter:
+    // in different banks.
+    static constexpr int KEY_PITCH = CHUNK + 4, VALUE_PITCH = CHUNK + 8;
+    static constexpr int KEY_ROWS = round_up(KEY_DIM, 4);
+    static constexpr int SLOT = KEY_ROWS * KEY_PITCH + VALUE_PART * VALUE_PITCH;
+    static constexpr int STEPS = KEY_ROWS / CHANNEL_STEP;
+
+    struct Queries {
+        double half[2];  // of queries 0 to 7, and 8 to 15
+    };
+
+    template <class Read>
+    static __device__ __forceinline__ void load(Queries& a, Read element) {
+        const int row = threadIdx.x % 32 / 4, channel = threadIdx.x % 4;
+        a.half[0] = element(row, channel);
+        a.half[1] = element(row + 8, channel);
+    }
+
+    // d (16 x 8) += the product of a, of its upper and its lower 8 rows, and b.
+    static __device__ __forceinline__ void add(double (&d)[4], double upper, double lower, double b) {
+        double halves[2][2] = {{d[0], d[1]}, {d[2], d[3]}};
+        mma_m8n8k4_f64(halves[0], upper, b, halves[0]);
+        mma_m8n8k4_f64(halves[1], lower, b, halves[1]);
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            d[x] = halves[x / 2][x % 2];
+    }
+
+    static __device__ __forceinline__ void multiply(double (&s)[QUERY_TILES][2][4],
+                                                    const Queries (&q)[QUERY_TILES][STEPS],
+                                                    const double* keys) {
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int x = 0; x < 4; x++)
+                    s[t][j][x] = 0;
+        const double* at = keys + threadIdx.x % 4 * KEY_PITCH + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const double b = at[step * 4 * KEY_PITCH + j * 8];
+#pragma unroll
+                for (int t = 0; t < QUERY_TILES; t++)
+                    add(s[t][j], q[t][step].half[0], q[t][step].half[1], b);
+            }
+    }
+
+    // The eight keys of an accumulator tile as 0, 2, 4, 6 and 1, 3, 5, 7: this thread's own.
+    static __device__ __forceinline__ void update(double (&o)[QUERY_TILES][COLUMNS][4],
+                                                  const double (&p)[QUERY_TILES][2][4], const double* keys) {
+        const double* at = keys + KEY_ROWS * KEY_PITCH + threadIdx.x % 32 / 4 * VALUE_PITCH + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const double2 b = *reinterpret_cast<const double2*>(at + i * 8 * VALUE_PITCH + j * 8);
+#pragma unroll
+                for (int t = 0; t < QUERY_TILES; t++) {
+                    add(o[t][i], p[t][j][0], p[t][j][2], b.x);
+                    add(o[t][i], p[t][j][1], p[t][j][3], b.y);
+                }
+            }
+    }
+};
+
+using Products = Product<T>;
+using Stored = Products::Stored;
+constexpr bool SPLIT = Products::SPLIT_INTO > 1;
+
+// The block's place in the grid.
+struct Place {
+    long long head;
+    int part, split;
+    __device__ __forceinline__ explicit Place(int splits)
+        : head(blockIdx.x / splits / PARTS),
+          part(static_cast<int>(blockIdx.x / splits % PARTS)),
+          split(static_cast<int>(blockIdx.x % splits)) {}
+};
+
+// ---- K and V from global to shared memory ----
+
+constexpr int UNIT = 16 / sizeof(T);  // neighbouring tokens that one thread copies, and splits
+constexpr int ROWS = Products::KEY_ROWS + VALUE_PART, UNITS = CHUNK / UNIT;
+
+// Where a unit that has come stands: for float32 in an array of its own, for float64 in the slot.
+__device__ __forceinline__ int arrives_at(int row, int token) {
+    if (SPLIT) return row * CHUNK + token;
+    const bool is_key = row < Products::KEY_ROWS;
+    const int first = is_key ? 0 : Products::KEY_ROWS * Products::KEY_PITCH;
+    return first + (is_key ? row : row - Products::KEY_ROWS) *
+                       (is_key ? Products::KEY_PITCH : Products::VALUE_PITCH) + token;
+}
+
+// Starts the copies of CHUNK keys from `first` on, zeros beyond the last; all threads take part.
+__device__ __forceinline__ void copy_chunk(T* arriving, const T* keys, int first_value, int first, int tokens) {
+#pragma unroll 1
+    for (int unit = threadIdx.x; unit < ROWS * UNITS; unit += THREADS) {
+        const int row = unit / UNITS, token = unit % UNITS * UNIT;
+        const int value = first_value + row - Products::KEY_ROWS;
+        const bool is_key = row < Products::KEY_ROWS;
+        const bool exists = is_key ? row < KEY_DIM : value < VALUE_DIM;
+        const T* source = keys + static_cast<long long>(is_key ? row : KEY_DIM + value) * tokens + first + token;
+        const int left = exists ? tokens - first - token : 0;
+        T* target = arriving + arrives_at(row, token);
+#pragma unroll
+        for (int i = 0; i < UNIT; i += WIDTH) {
+            constexpr int BYTES = WIDTH * sizeof(T);
+            const int bytes = max(0, min(BYTES, (left - i) * static_cast<int>(sizeof(T))));
+            const T* from = bytes == 0 ? keys : source + i;
+            if constexpr (BYTES == 16) cp_async_16(target + i, from, bytes);
+            if constexpr (BYTES == 8) cp_async_8(target + i, from, bytes);
+            if constexpr (BYTES == 4) cp_async_4(target + i, from, bytes);
+        }
+    }
+}
+
+// The units that this thread has copied, split, into the planes of a slot.
+__device__ __forceinline__ void split_chunk(Stored* slot, const T* arrived) {
+#pragma unroll 2
+    for (int unit = threadIdx.x; unit < ROWS * UNITS; unit += THREADS) {
+        const int row = unit / UNITS, token = unit % UNITS * UNIT;
+        const float4 x = *reinterpret_cast<const float4*>(arrived + row * CHUNK + token);
+        unsigned low[3], high[3];
+        Product<float>::split(low, x.x, x.y);
+        Product<float>::split(high, x.z, x.w);
+#pragma unroll
+        for (int plane = 0; plane < 3; plane++)
+            *reinterpret_cast<uint2*>(slot + (plane * ROWS + row) * Products::KEY_PITCH + token) =
+                make_uint2(low[plane], high[plane]);
+    }
+}
+
+// ---- one warp's tile of queries ----
+
+struct QueryTile {
+    typename Products::Queries q[QUERY_TILES][Products::STEPS];
+    T o[QUERY_TILES][COLUMNS][4];
+    T reference[QUERY_TILES][2], sum[QUERY_TILES][2];  // of queries lane / 4 and 8 more; sum: the lane's part
+
+    // `queries`: the head's Q; from query `first` on.
+    __device__ __forceinline__ QueryTile(const T* queries, int first, int tokens) : o{}, sum{} {
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++) {
+#pragma unroll
+            for (int step = 0; step < Products::STEPS; step++)
+                Products::load(q[t][step], [&](int row, int channel) {
+                    const int query = first + 16 * t + row, at = step * Products::CHANNEL_STEP + channel;
+                    const bool exists = query < tokens && at < KEY_DIM;
+                    return exists ? queries[static_cast<long long>(at) * tokens + query] : T(0);
+                });
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                reference[t][half] = negative_infinity<T>();
+        }
+    }
+
+    // Scores to weights. Returns whether one of the lane's reached 2 (or is no number).
+    __device__ __forceinline__ bool weigh(T (&p)[QUERY_TILES][2][4], const T (&s)[QUERY_TILES][2][4]) const {
+        unsigned any = 0;
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int x = 0; x < 4; x++) {
+                    p[t][j][x] = power_of_two(s[t][j][x] - reference[t][x / 2]);
+                    any |= high_word(p[t][j][x]);
+                }
+        return any & REACHED_TWO;
+    }
+
+    // Raises the references to what the scores ask for, and brings o and sum to them.
+    __device__ __forceinline__ void raise(const T (&s)[QUERY_TILES][2][4]) {
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int x = 2 * half;
+                T largest = larger(larger(s[t][0][x], s[t][0][x + 1]), larger(s[t][1][x], s[t][1][x + 1]));
+                largest = larger(largest, __shfl_xor_sync(WARP, largest, 1));
+                largest = larger(largest, __shfl_xor_sync(WARP, largest, 2));
+                const T raised = larger(reference[t][half], largest + HEADROOM);
+                const T factor = power_of_two(reference[t][half] - raised);
+                reference[t][half] = raised;
+                sum[t][half] *= factor;
+#pragma unroll
+                for (int i = 0; i < COLUMNS; i++) {
+                    o[t][i][x] *= factor;
+                    o[t][i][x + 1] *= factor;
+                }
+            }
+    }
+
+    // A group of keys at `keys`, of which `left` exist (more where others follow).
+    __device__ __forceinline__ void attend(const Stored* keys, T scale, int left) {
+        T s[QUERY_TILES][2][4], p[QUERY_TILES][2][4];
+        Products::multiply(s, q, keys);
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int x = 0; x < 4; x++) {
+                    s[t][j][x] = scaled(s[t][j][x], scale);
+                    const int key = 8 * j + threadIdx.x % 4 * 2 + x % 2;
+                    if (left < GROUP && key >= left) s[t][j][x] = negative_infinity<T>();
+                }
+        if (__any_sync(WARP, weigh(p, s))) {  // rare
+            raise(s);
+            weigh(p, s);
+        }
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int x = 2 * half;
+                sum[t][half] += (p[t][0][x] + p[t][0][x + 1]) + (p[t][1][x] + p[t][1][x + 1]);
+            }
+        Products::update(o, p, keys);
+    }
+
+    // The groups of one chunk, of which `left` keys exist (more where others follow).
+    __device__ __forceinline__ void attend_chunk(const Stored* slot, T scale, int left) {
+        const int count = min(left, CHUNK);
+#pragma unroll 1
+        for (int first = 0; first < count; first += GROUP)
+            attend(slot + first, scale, left - first);
+    }
+
+    // `values`: the head's V.
+    __device__ __forceinline__ void store(T* out, T* lse, const T* values, int first, int first_value,
+                                          int tokens) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                T total = sum[t][half];
+                total += __shfl_xor_sync(WARP, total, 1);
+                total += __shfl_xor_sync(WARP, total, 2);
+                const int query = first + 16 * t + 8 * half + lane / 4;
+                if (query >= tokens) continue;
+                // HEADROOM is taken back where it is exact, before the logarithm.
+                if (lane % 4 == 0 && first_value == 0)
+                    lse[query] = multiply_add(reference[t][half] - HEADROOM, T(0.69314718055994530942),
+                                              natural_log(total * (1 << HEADROOM)));
+                const T factor = 1 / total;
+#pragma unroll
+                for (int i = 0; i < COLUMNS; i++)
+#pragma unroll
+                    for (int x = 0; x < 2; x++) {
+                        const int channel = first_value + 8 * i + lane % 4 * 2 + x;
+                        if (VALUE_DIM % VALUE_PART != 0 && channel >= VALUE_DIM) continue;
+                        T value = o[t][i][2 * half + x] * factor;
+                        // The one weight of one token is 1, exactly. (What is not a number comes from scores
+                        // that are not, and stays.)
+                        if (tokens == 1 && value == value) value = values[channel];
+                        out[static_cast<long long>(channel) * tokens + query] = value;
+                    }
+            }
+    }
+};
+
+// scale: of the scores, times log2(e).
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    psa_forward_float(const T* __restrict__ qkv, T* __restrict__ out, T* __restrict__ lse, int tokens, int splits,
+                      T scale) {
+    extern __shared__ __align__(16) unsigned char shared_memory[];
+    Stored* slots = reinterpret_cast<Stored*>(shared_memory);
+    T* on_its_way = reinterpret_cast<T*>(slots + 2 * Products::SLOT);  // float32 only
+
+    const Place place(splits);
+    const T* queries = qkv + place.head * HEAD_CHANNELS * tokens;
+    const T* keys = queries + static_cast<long long>(KEY_DIM) * tokens;
+    const int first_value = place.part * VALUE_PART;
+    const int warp = __shfl_sync(WARP, threadIdx.x / 32, 0);  // tells the compiler that it is one number
+    const int first = (place.split * WARPS + warp) * QUERIES;
+
+    copy_chunk(SPLIT ? on_its_way : reinterpret_cast<T*>(slots), keys, first_value, 0, tokens);
+    cp_async_commit();
+    QueryTile tile(queries, first, tokens);
+#pragma unroll 1
+    for (int first_key = 0, slot = 0; first_key < tokens; first_key += CHUNK, slot ^= 1) {
+        Stored* chunk = slots + slot * Products::SLOT;
+        cp_async_wait<0>();
+        if constexpr (SPLIT) split_chunk(chunk, on_its_way);
+        __syncthreads();  // the chunk has come for every thread; no warp still reads the one before
+        if (first_key + CHUNK < tokens) {
+            T* next = SPLIT ? on_its_way : reinterpret_cast<T*>(slots + (slot ^ 1) * Products::SLOT);
+            copy_chunk(next, keys, first_value, first_key + CHUNK, tokens);
+        }
+        cp_async_commit();
+        if (first < tokens) tile.attend_chunk(chunk, scale, tokens - first_key);
+    }
+    if (first < tokens) {
+        const T* values = keys + static_cast<long long>(KEY_DIM) * tokens;
+        tile.store(out + place.head * VALUE_DIM * tokens, lse + place.head * tokens, values, first, first_value,
+                   tokens);
+    }
+}

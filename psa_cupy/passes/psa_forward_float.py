@@ -1,0 +1,128 @@
+"""The portable variant of psa_forward for float32 and float64: one launch on mma.sync, sm_80 and later.
+
+Belongs to kernels_cu/psa_forward_float.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from psa_cupy.geometry import PSAGeometry
+from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan
+from psa_cupy.passes.descriptor import PSAProblem
+
+NAME = "portable"
+
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+_BLOCK_RESERVE = 1024
+"""Shared memory that the system takes of a multiprocessor for each block, in bytes."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block is made up; the names are the kernel's constants in lower case."""
+
+    warps: int
+    query_tiles: int
+    chunk: int
+    min_blocks: int
+    value_part: int
+
+    @property
+    def queries(self) -> int:
+        """Queries that all warps of a block work on at once."""
+        return 16 * self.query_tiles * self.warps
+
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        """As a Kernel wants them."""
+        return tuple((name.upper(), value) for name, value in vars(self).items())
+
+
+def supports(problem: PSAProblem, device: Device) -> bool:
+    """Whether the variant runs the problem on the device."""
+    return problem.dtype in _DTYPES and device.capability >= (8, 0)
+
+
+def plan(problem: PSAProblem, device: Device) -> Plan:
+    """One launch; operands "qkv", "out", "lse"."""
+    return plan_with(choose_tile(problem, device), problem)
+
+
+def choose_tile(problem: PSAProblem, device: Device) -> Tile:
+    """The first tile, best first, whose registers and shared memory suffice for the blocks it asks for."""
+    geometry = problem.geometry
+    part = _value_part(problem)
+    candidates = [Tile(4, 1, 32, 3, part), Tile(4, 1, 32, 2, part), Tile(4, 1, 16, 2, part)]
+    for tile in candidates:
+        room = (device.shared_bytes + _BLOCK_RESERVE) // tile.min_blocks - _BLOCK_RESERVE
+        enough_registers = _registers(problem, part) <= 65536 // (32 * tile.warps * tile.min_blocks)
+        if enough_registers and shared_bytes(tile, geometry, problem.dtype) <= room:
+            return tile
+    return Tile(4, 1, 16, 1, part)
+
+
+def plan_with(tile: Tile, problem: PSAProblem) -> Plan:
+    """The plan of a given tile."""
+    geometry = problem.geometry
+    widest = 16 // problem.dtype.itemsize
+    kernel = Kernel(
+        "psa_forward_float.cu",
+        "psa_forward_float",
+        constants=(
+            ("T", problem.dtype),
+            ("KEY_DIM", geometry.key_dim),
+            ("VALUE_DIM", geometry.value_dim),
+            *tile.constants(),
+            ("WIDTH", math.gcd(widest, geometry.tokens) if problem.aligned else 1),
+        ),
+        min_capability=(8, 0),
+    )
+    splits = -(-geometry.tokens // tile.queries)
+    launch = Launch(
+        kernel,
+        grid=(geometry.bh * -(-geometry.value_dim // tile.value_part) * splits, 1, 1),
+        block=(32 * tile.warps, 1, 1),
+        arguments=(
+            Operand("qkv"),
+            Operand("out"),
+            Operand("lse"),
+            np.int32(geometry.tokens),
+            np.int32(splits),
+            problem.dtype.type(problem.scale * math.log2(math.e)),
+        ),
+        shared_bytes=shared_bytes(tile, geometry, problem.dtype),
+    )
+    return Plan((launch,))
+
+
+def shared_bytes(tile: Tile, geometry: PSAGeometry, dtype: np.dtype) -> int:
+    """Two slots of K and V, for float32 as three bfloat16, and its chunk on its way."""
+    if dtype == np.float64:
+        key_rows = _round_up(geometry.key_dim, 4)
+        return 2 * 8 * (key_rows * (tile.chunk + 4) + tile.value_part * (tile.chunk + 8))
+    rows = _round_up(geometry.key_dim, 16) + tile.value_part
+    return rows * (2 * 3 * 2 * (tile.chunk + 8) + 4 * tile.chunk)
+
+
+def _value_part(problem: PSAProblem) -> int:
+    """Channels of V that a block takes: of equal parts, as many as a warp has registers for."""
+    unit = 16 if problem.dtype == np.float32 else 8
+    value_dim = problem.geometry.value_dim
+    parts = 1
+    while _registers(problem, _round_up(-(-value_dim // parts), unit)) > 255:
+        parts += 1
+    return _round_up(-(-value_dim // parts), unit)
+
+
+def _registers(problem: PSAProblem, value_part: int) -> int:
+    """An estimate for one tile of 16 queries: operands, sums, and what a group of keys needs."""
+    if problem.dtype == np.float64:
+        return 4 * -(-problem.geometry.key_dim // 4) + value_part + 84
+    return 12 * -(-problem.geometry.key_dim // 16) + value_part // 2 + 76
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
