@@ -15,10 +15,11 @@
 //     STAGES * CHUNK pairs (lse log2 e, delta) in key tasks; per warp its stationary tile of 16 tokens.
 //     RESIDENT: the one chunk holds all tokens, loaded once, and each warp goes on to its next tile alone.
 //     Otherwise the chunks pass by, all warps of the block together.
-// Reads: everything but d_qkv. psa_backward_rows has written the pairs before.
+// Reads: everything but d_qkv. The query tasks come first, in a launch of their own: they need out, of which
+//     they make the pairs that the key tasks read.
 // Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warp whose
-//     tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in a fixed
-//     order.
+//     tile holds its token: a key task for K and V channels, a query task for Q channels and the pair. Sums
+//     run in a fixed order.
 #include "common.cuh"
 #include "tensor_core.cuh"
 #include "vector.cuh"
@@ -50,7 +51,7 @@ constexpr int STATIONARY = (KEY_ROWS + VALUE_ROWS) * TILE;  // elements of a war
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr float NO_QUERY = 1e30f;  // lse of a query beyond the last: exp2 gives 0
 
-// What a key task needs of a query.
+// What a query's scores need beside d_out.
 struct alignas(2 * sizeof(Sum)) Row {
     Sum lse_log2, delta;
 };
@@ -123,9 +124,11 @@ struct Product<float> {
         unsigned high[4], low[4];
     };
 
+    // cvt.rna.tf32 takes four instructions for what integers do in two (of a not-a-number that these lose,
+    // `low` is one still); what the tensor cores cut off of `low` is 2^-21 of the value, of either sign.
     static __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-        high = round_to_tf32(value);
-        low = round_to_tf32(value - __uint_as_float(high));
+        high = __float_as_uint(value) + 0x1000u & 0xffffe000u;
+        low = __float_as_uint(value - __uint_as_float(high));
     }
 
     static __device__ __forceinline__ void multiply_split(float (&d)[4], const Fragment& a, float b0,
@@ -266,7 +269,9 @@ __device__ __forceinline__ void load_rows(T* to, const T* from, int first, int t
 // The arrays of one head.
 struct Head {
     const T *stationary_key, *stationary_value, *moving_key, *moving_value;
-    const Row* rows;  // whole steps of them
+    const T* out;
+    const Sum* lse;
+    Row* rows;  // whole steps of them
     const T* d_v_branch;
     T* d_qkv;
     int tokens;
@@ -300,6 +305,57 @@ __device__ __forceinline__ void load_next(T* tile, const Head& head, int next, i
         load_stationary(tile, head, next * TILE, lane);
         cp_async_commit();
     }
+}
+
+// rowsum(d_out out) of the tile's queries: sum[i] is that of query lane % (TILE / COPY) * COPY + i. Each lane
+// adds up COPY queries in every so many channels, then lanes add up theirs.
+__device__ __forceinline__ void sum_rows(Sum (&sum)[COPY], const T* tile, const Head& head, int first,
+                                         int lane) {
+    constexpr int COPIES = TILE / COPY, GROUPS = 32 / COPIES, ROUNDS = (VALUE_DIM + GROUPS - 1) / GROUPS;
+    const int query = lane % COPIES * COPY, group = lane / COPIES;
+    const long long tokens = head.tokens;
+    const T *out = head.out + group * tokens + first + query, *d_out = tile + (KEY_ROWS + group) * TILE + query;
+#pragma unroll
+    for (int i = 0; i < COPY; ++i) {
+        sum[i] = 0;
+    }
+#pragma unroll 4
+    for (int i = 0; i < ROUNDS; ++i) {
+        if (first + query < head.tokens && (VALUE_DIM % GROUPS == 0 || i * GROUPS + group < VALUE_DIM)) {
+            const auto x = load_vector<COPY>(out + i * GROUPS * tokens);
+            const auto y = load_vector<COPY>(d_out + i * GROUPS * TILE);
+#pragma unroll
+            for (int j = 0; j < COPY; ++j) {
+                sum[j] = multiply_add(to_float(x.at[j]), to_float(y.at[j]), sum[j]);
+            }
+        }
+    }
+#pragma unroll
+    for (int other = COPIES; other < 32; other *= 2) {
+#pragma unroll
+        for (int i = 0; i < COPY; ++i) {
+            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], other);
+        }
+    }
+}
+
+// The pairs of the tile's 16 queries, computed and written by one warp: rows (BH, round_up(tokens, 16)). One
+// score alone has P = 1 whatever it is: its lse is given as 0 (and its scale, too).
+__device__ __forceinline__ void write_rows(const T* tile, const Head& head, int first, int lane) {
+    Sum delta[COPY];
+    sum_rows(delta, tile, head, first, lane);
+    if (lane < TILE / COPY) {
+#pragma unroll
+        for (int i = 0; i < COPY; ++i) {
+            const int token = first + lane * COPY + i;
+            Row row = {NO_QUERY, 0};
+            if (token < head.tokens) {
+                row = {head.tokens == 1 ? Sum(0) : head.lse[token] * Sum(LOG2_E), delta[i]};
+            }
+            head.rows[token] = row;
+        }
+    }
+    __syncwarp();
 }
 
 // d [+ branch] times factor to channels `to`, from token first on; the only writes to d_qkv.
@@ -344,11 +400,11 @@ struct Task {
     const T* tile;  // in shared memory
     int first, lane;
     Fragment key[STATIONARY_IN_REGISTERS ? KEY_STEPS : 1], value[STATIONARY_IN_REGISTERS ? VALUE_STEPS : 1];
-    Row row[2];  // a query task's rows of this thread
+    Row row[2] = {};  // a query task's rows of this thread
     Sum d_key[KEY_COLUMNS][4], d_value[KEYS ? VALUE_COLUMNS : 1][4];
 
-    // The tile is in shared memory by now.
-    __device__ __forceinline__ Task(const T* tile_, int first_, const Head& head)
+    // The tile is in shared memory by now; `real` unless another warp has it, too.
+    __device__ __forceinline__ Task(const T* tile_, int first_, const Head& head, bool real)
         : tile(tile_), first(first_), lane(threadIdx.x % 32), d_key{}, d_value{} {
         if (STATIONARY_IN_REGISTERS) {
 #pragma unroll
@@ -360,7 +416,8 @@ struct Task {
                 value[k] = load_value(k);
             }
         }
-        if (!KEYS) {
+        if (!KEYS && real) {
+            write_rows(tile, head, first, lane);
             row[0] = head.rows[first + lane / 4];
             row[1] = head.rows[first + lane / 4 + 8];
         }
@@ -451,11 +508,13 @@ struct Task {
     }
 };
 
-// Reads d_out, qkv, rows, d_v_branch (BRANCH; else any pointer); writes d_qkv.
+// Reads d_out, qkv, d_v_branch (BRANCH; else any pointer) and, !KEYS, out and lse; writes d_qkv and, !KEYS,
+// rows (BH, round_up(tokens, 16), 2), which KEYS reads.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    psa_backward(const T* __restrict__ d_out, const T* __restrict__ qkv, const Sum* __restrict__ rows,
-                 const T* __restrict__ d_v_branch, T* __restrict__ d_qkv, int tokens, int blocks_per_head,
-                 int tiles_per_block, Sum scale_log2, Sum scale) {
+    psa_backward(const T* __restrict__ d_out, const T* __restrict__ qkv, const T* __restrict__ out,
+                 const Sum* __restrict__ lse, Sum* rows, const T* __restrict__ d_v_branch,
+                 T* __restrict__ d_qkv, int tokens, int blocks_per_head, int tiles_per_block, Sum scale_log2,
+                 Sum scale) {
     extern __shared__ __align__(128) unsigned char shared[];
     T* chunks = reinterpret_cast<T*>(shared);
     Row* chunk_rows = reinterpret_cast<Row*>(chunks + STAGES * MOVING);
@@ -471,7 +530,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                        KEYS ? v : d_o,
                        KEYS ? q : k,
                        KEYS ? d_o : v,
-                       reinterpret_cast<const Row*>(rows) + bh * round_up(tokens, STEP),
+                       out + bh * VALUE_DIM * tokens,
+                       lse + bh * tokens,
+                       reinterpret_cast<Row*>(rows) + bh * round_up(tokens, STEP),
                        d_v_branch + (BRANCH ? bh * VALUE_DIM * tokens : 0),
                        d_qkv + bh * HEAD_CHANNELS * tokens,
                        tokens,
@@ -491,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         __syncthreads();
         while (t < last_tile) {
             const int first = t * TILE;
-            Task task(tile, first, head);
+            Task task(tile, first, head, true);
             t += WARPS;
             if (STATIONARY_IN_REGISTERS) {
                 load_next(tile, head, t, last_tile, lane);
@@ -513,7 +574,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         }
         cp_async_wait<0>();
         __syncthreads();
-        Task task(tile, t * TILE, head);
+        Task task(tile, t * TILE, head, first_tile + warp < last_tile);
 #pragma unroll 1
         for (int first = 0, stage = 0; first < tokens; first += CHUNK) {
             const int next = first + CHUNK, next_stage = (stage + 1) % STAGES;
@@ -534,51 +595,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         if (first_tile + warp < last_tile) {
             task.write_sums(head);
         }
-    }
-}
-
-// The pairs of all queries, padded to whole steps: rows (BH, round_up(tokens, 16), 2) = (lse log2 e,
-// rowsum(d_out out)). One score alone has P = 1 whatever it is: its lse is given as 0, and its scale, too.
-// Grid: 1-D, bh * blocks_per_head + block of 16 * COPY tokens. Block: 128: thread t takes COPY tokens of the
-// t % 16-th and every eighth channel from the t / 16-th. Every element of rows is written by one thread.
-extern "C" __global__ void __launch_bounds__(128)
-    psa_backward_rows(const T* __restrict__ d_out, const T* __restrict__ out, const Sum* __restrict__ lse,
-                      Sum* __restrict__ rows, int tokens, int blocks_per_head) {
-    constexpr int GROUPS = 8, TOKENS = 16 * COPY;
-    __shared__ Sum partial[GROUPS][TOKENS];
-    const long long bh = blockIdx.x / blocks_per_head;
-    const int first = static_cast<int>(blockIdx.x % blocks_per_head) * TOKENS;
-    const int place = threadIdx.x % 16 * COPY, group = threadIdx.x / 16;
-    Sum sum[COPY] = {};
-    if (first + place < tokens) {
-        const long long head = bh * VALUE_DIM * tokens + first + place;
-#pragma unroll 8
-        for (int channel = group; channel < VALUE_DIM; channel += GROUPS) {
-            const long long at = head + static_cast<long long>(channel) * tokens;
-            const auto x = load_vector<COPY>(out + at), y = load_vector<COPY>(d_out + at);
-#pragma unroll
-            for (int i = 0; i < COPY; ++i) {
-                sum[i] = multiply_add(to_float(x.at[i]), to_float(y.at[i]), sum[i]);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < COPY; ++i) {
-        partial[group][place + i] = sum[i];
-    }
-    __syncthreads();
-    const int padded = round_up(tokens, STEP), place_of_row = threadIdx.x;
-    if (place_of_row < TOKENS && first + place_of_row < padded) {
-        const int token = first + place_of_row;
-        Sum delta = 0;
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-            delta += partial[i][place_of_row];
-        }
-        Row row = {NO_QUERY, 0};
-        if (token < tokens) {
-            row = {tokens == 1 ? Sum(0) : lse[bh * tokens + token] * Sum(LOG2_E), delta};
-        }
-        reinterpret_cast<Row*>(rows)[bh * padded + token] = row;
     }
 }

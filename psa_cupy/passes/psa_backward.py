@@ -1,8 +1,8 @@
 """The portable fused backward (mma.sync, sm_80 and later): which problems it takes, and its plan.
 
-The kernels are in kernels_cu/psa_backward.cu, whose header tells the design: one launch for what a row of
-scores needs (lse, delta), one that owns d_k and d_v, one that owns d_q. Here the sizes are chosen: warps per
-block, and whether the other side of a head stays in shared memory or passes through it in chunks.
+The kernel is in kernels_cu/psa_backward.cu, whose header tells the design: one launch owns d_q and leaves
+behind what a row of scores needs (lse, delta), the next owns d_k and d_v. Here the sizes are chosen: warps
+per block, and whether the other side of a head stays in shared memory or passes through it in chunks.
 """
 
 from __future__ import annotations
@@ -77,33 +77,13 @@ def plan_with_tiles(problem: PSAProblem, device: Device, key_tile: Tile, query_t
     accumulator = _accumulator(problem)
     rows = Scratch("rows", (geometry.bh, _round_up(geometry.tokens, _TOKENS), 2), accumulator)
     launches = (
-        _rows_launch(problem, rows, _constants(problem, query_tile, keys=False)),
-        _tasks_launch(problem, device, rows, key_tile, keys=True),
-        _tasks_launch(problem, device, rows, query_tile, keys=False),
+        _launch(problem, device, rows, query_tile, keys=False),
+        _launch(problem, device, rows, key_tile, keys=True),
     )
     return Plan(launches, (rows,))
 
 
-def _rows_launch(problem: PSAProblem, rows: Scratch, constants: tuple) -> Launch:
-    tokens = problem.geometry.tokens
-    tokens_per_block = 16 * _copy_bytes(problem) // problem.dtype.itemsize
-    blocks_per_head = -(-_round_up(tokens, _TOKENS) // tokens_per_block)
-    return Launch(
-        kernel=_kernel("psa_backward_rows", constants),
-        grid=(problem.geometry.bh * blocks_per_head, 1, 1),
-        block=(128, 1, 1),
-        arguments=(
-            Operand("d_out"),
-            Operand("out"),
-            Operand("lse"),
-            Operand(rows.name),
-            np.int32(tokens),
-            np.int32(blocks_per_head),
-        ),
-    )
-
-
-def _tasks_launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys: bool) -> Launch:
+def _launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys: bool) -> Launch:
     geometry = problem.geometry
     tiles = -(-geometry.tokens // _TOKENS)
     tiles_per_block = _tiles_per_block(tiles, geometry.bh, device, tile) if tile.resident else tile.warps
@@ -119,6 +99,8 @@ def _tasks_launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile
         arguments=(
             Operand("d_out"),
             Operand("qkv"),
+            Operand("out"),
+            Operand("lse"),
             Operand(rows.name),
             Operand("d_v_branch" if problem.branch else "d_out"),  # read only with a branch
             Operand("d_qkv"),
