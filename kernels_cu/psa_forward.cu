@@ -26,7 +26,8 @@
 //   CHUNK, LOOKAHEAD     keys of a slot; chunks on their way while one is worked on
 //   RESIDENT             see above
 //   MIN_BLOCKS           blocks that a multiprocessor shall hold: bounds the registers
-//   WIDTH                tokens of the widest copy that all rows' alignment allows: 8, 4, 2 or 1
+//   GROUPS               groups of 16 keys that a warp works on at once
+//   WIDTH                tokens of the widest access that the alignment of all rows allows: 8, 2 or 1
 #include "common.cuh"
 #include "tensor_core.cuh"
 
@@ -42,85 +43,120 @@ constexpr float HEADROOM = 6.0f;
 constexpr unsigned REACHED_TWO = 0x40004000u;  // the highest exponent bit of both halves of a pair
 constexpr unsigned WARP = 0xffffffffu;
 
-struct alignas(16) Eight {
+struct alignas(16) Unit {  // eight tokens
     unsigned pairs[4];
 };
 
 // ---- copies from rows of tokens ----
+//
+// Rows that start at multiples of 16 bytes (WIDTH 8) come unit by unit. Of others the aligned units that hold
+// their tokens come, one more than the row has: there is room for it, as rows are padded by one unit. Once
+// they have come, the warp that copied a row moves its tokens to the front (realign_rows).
 
-__device__ __forceinline__ unsigned bits(T value) {
-    return *reinterpret_cast<const unsigned short*>(&value);
+// The channel, counted from the first of K (or of Q), of a row of shared memory; -1 for rows of zeros.
+__device__ __forceinline__ int channel_of(int row) {
+    if (row < KEY_ROWS) return row < KEY_DIM ? row : -1;
+    return row - KEY_ROWS < VALUE_DIM ? row - (KEY_ROWS - KEY_DIM) : -1;
 }
 
-// `count` (1 to 8) elements from any address, then zeros.
-__device__ __forceinline__ Eight read_some(const T* source, int count) {
-    Eight result;
+// Tokens between an address and the multiple of 16 bytes in front of it.
+__device__ __forceinline__ int misalignment(const T* address) {
+    return WIDTH == 8 ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(address) & 15) / 2;
+}
+
+// Starts the copy of the first `count` tokens of an aligned unit, zeros behind them.
+__device__ __forceinline__ void copy_unit(T* target, const T* source, int count, const T* qkv) {
+    if (WIDTH == 8 || (count > 0 && source >= qkv)) {
+        cp_async_16(target, count > 0 ? source : qkv, 2 * max(count, 0));
+    } else if (count > 0) {  // it begins in front of the array
+        for (int i = 0; i < 8; i++)
+            target[i] = i < count && source + i >= qkv ? source[i] : from_float<T>(0.0f);
+    }
+}
+
+// Rows `begin` to `end`, TOKENS of each from `first` on; one warp.
+template <int TOKENS>
+__device__ __forceinline__ void copy_rows(T* rows, int begin, int end, const T* source, int first, int tokens,
+                                          const T* qkv) {
+    constexpr int UNITS = TOKENS / 8 + (WIDTH == 8 ? 0 : 1);
+#pragma unroll 1
+    for (int i = begin * UNITS + static_cast<int>(threadIdx.x % 32); i < end * UNITS; i += 32) {
+        const int row = i / UNITS, unit = i % UNITS, channel = channel_of(row);
+        const T* start = source + static_cast<long long>(channel) * tokens + first;
+        const int shift = misalignment(start);
+        const int count = channel < 0 ? 0 : min(8, tokens - first + shift - 8 * unit);
+        copy_unit(rows + row * (TOKENS + 8) + 8 * unit, start - shift + 8 * unit, count, qkv);
+    }
+}
+
+// Eight tokens from `shift` on, of sixteen.
+__device__ __forceinline__ Unit shifted(const Unit& low, const Unit& high, int shift) {
+    unsigned word[8];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const unsigned low = 2 * i < count ? bits(source[2 * i]) : 0;
-        const unsigned high = 2 * i + 1 < count ? bits(source[2 * i + 1]) : 0;
-        result.pairs[i] = low | high << 16;
+        word[i] = low.pairs[i];
+        word[i + 4] = high.pairs[i];
     }
+#pragma unroll
+    for (int i = 0; i < 6; i++)
+        word[i] = shift & 4 ? word[i + 2] : word[i];
+#pragma unroll
+    for (int i = 0; i < 5; i++)
+        word[i] = shift & 2 ? word[i + 1] : word[i];
+    Unit result;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        result.pairs[i] = shift & 1 ? word[i] >> 16 | word[i + 1] << 16 : word[i];
     return result;
 }
 
-// Eight elements from any address, by aligned words: the element behind them is read, too, and where the
-// address is odd the one in front of them.
-__device__ __forceinline__ Eight read_eight(const T* source) {
-    const unsigned long long address = reinterpret_cast<unsigned long long>(source);
-    const bool odd = address & 2;
-    const unsigned* words = reinterpret_cast<const unsigned*>(address & ~3ull);
-    unsigned word[5];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        word[i] = words[i];
-    word[4] = odd ? words[4] : 0;
-    Eight result;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        result.pairs[i] = odd ? word[i] >> 16 | word[i + 1] << 16 : word[i];
-    return result;
-}
-
-// Starts the copy of up to WIDTH tokens (8 if WIDTH is 1: then it is finished, too), zeros behind `left`.
-__device__ __forceinline__ void copy_piece(T* target, const T* source, int left, const T* qkv) {
-    if constexpr (WIDTH == 1) {
-        const bool inside = left > 8 && (source > qkv);
-        const Eight piece = inside ? read_eight(source) : read_some(source, left);
-        *reinterpret_cast<Eight*>(target) = piece;
-    } else {
-        const int count = max(0, min(WIDTH, left));
-        const T* from = count == 0 ? qkv : source;
-        if constexpr (WIDTH == 8) cp_async_16(target, from, 2 * count);
-        if constexpr (WIDTH == 4) cp_async_8(target, from, 2 * count);
-        if constexpr (WIDTH == 2) cp_async_4(target, from, 2 * count);
-    }
-}
-
-constexpr int PIECE = WIDTH == 1 ? 8 : WIDTH;
-
-// K and V of CHUNK keys from `first` on, into rows of PITCH; all threads of the block take part.
-__device__ __forceinline__ void copy_chunk(T* slot, const T* keys, int first, int tokens, const T* qkv) {
-    constexpr int PER_ROW = CHUNK / PIECE, PIECES = ROWS * PER_ROW;
+// What copy_rows brought, to where it belongs, in place; by the lanes of one warp. A pass reads a unit and the
+// next before it writes the first, and later passes do not read what it wrote.
+template <int TOKENS>
+__device__ __forceinline__ void realign_rows(T* rows, int begin, int end, const T* source, int first,
+                                             int tokens) {
+    constexpr int UNITS = TOKENS / 8;
+    const Unit zeros = {};
 #pragma unroll 1
-    for (int piece = threadIdx.x; piece < PIECES; piece += THREADS) {
-        const int row = piece / PER_ROW, token = piece % PER_ROW * PIECE;
-        // The rows that round K's channels up stand between K and V, and not in global memory.
-        const int channel = row < KEY_ROWS ? row : row - (KEY_ROWS - KEY_DIM);
-        const bool exists = row < KEY_ROWS ? channel < KEY_DIM : channel < KEY_DIM + VALUE_DIM;
-        const T* source = keys + static_cast<long long>(channel) * tokens + first + token;
-        copy_piece(slot + row * PITCH + token, source, exists ? tokens - first - token : 0, qkv);
+    for (int i = begin * UNITS; i < end * UNITS; i += 32) {
+        const int mine = i + static_cast<int>(threadIdx.x % 32);
+        const bool takes_part = mine < end * UNITS;
+        const int row = mine / UNITS, unit = mine % UNITS, channel = channel_of(row);
+        const int shift = misalignment(source + static_cast<long long>(channel) * tokens + first);
+        const int count = takes_part && channel >= 0 ? tokens - first + shift - 8 * unit : 0;
+        Unit* place = reinterpret_cast<Unit*>(rows + row * (TOKENS + 8) + 8 * unit);
+        const Unit low = count > 0 ? place[0] : zeros;
+        const Unit high = count > 8 ? place[1] : zeros;
+        __syncwarp();
+        if (takes_part) *place = shifted(low, high, shift);
     }
 }
 
-// Q of a warp's tile from query `first` on, into rows of QUERY_PITCH; one warp.
+// K and V of CHUNK keys from `first` on; every warp of the block copies its share of the rows.
+__device__ __forceinline__ void copy_chunk(T* slot, const T* keys, int first, int tokens, const T* qkv) {
+    const int warp = threadIdx.x / 32;
+    copy_rows<CHUNK>(slot, warp * ROWS / WARPS, (warp + 1) * ROWS / WARPS, keys, first, tokens, qkv);
+}
+
+// To be called between a thread's wait for its copies and the barrier that shows them to others.
+__device__ __forceinline__ void finish_chunk(T* slot, const T* keys, int first, int tokens) {
+    if constexpr (WIDTH != 8) {
+        const int warp = threadIdx.x / 32;
+        __syncwarp();
+        realign_rows<CHUNK>(slot, warp * ROWS / WARPS, (warp + 1) * ROWS / WARPS, keys, first, tokens);
+    }
+}
+
+// Q of a warp's tile from query `first` on; one warp.
 __device__ __forceinline__ void copy_queries(T* tile, const T* queries, int first, int tokens, const T* qkv) {
-    constexpr int PER_ROW = QUERIES / PIECE, PIECES = KEY_ROWS * PER_ROW;
-#pragma unroll
-    for (int piece = threadIdx.x % 32; piece < PIECES; piece += 32) {
-        const int row = piece / PER_ROW, token = piece % PER_ROW * PIECE;
-        const T* source = queries + static_cast<long long>(row) * tokens + first + token;
-        copy_piece(tile + row * QUERY_PITCH + token, source, row < KEY_DIM ? tokens - first - token : 0, qkv);
+    copy_rows<QUERIES>(tile, 0, KEY_ROWS, queries, first, tokens, qkv);
+}
+
+__device__ __forceinline__ void finish_queries(T* tile, const T* queries, int first, int tokens) {
+    __syncwarp();
+    if constexpr (WIDTH != 8) {
+        realign_rows<QUERIES>(tile, 0, KEY_ROWS, queries, first, tokens);
+        __syncwarp();
     }
 }
 
@@ -129,10 +165,15 @@ __device__ __forceinline__ void copy_queries(T* tile, const T* queries, int firs
 // Scores of 16 queries and 16 keys: of keys 0 to 7, then 8 to 15, as m16n8k16 leaves them.
 using Scores = float[QUERY_TILES][2][4];
 
+// A number for each of the lane's rows: queries lane / 4 and 8 more.
+struct RowValues {
+    float of[QUERY_TILES][2];
+};
+
 struct QueryTile {
     unsigned q[QUERY_TILES][KEY_STEPS][4];
     float o[QUERY_TILES][VALUE_STEPS][2][4];  // transposed: rows are channels; queries 0 to 7, then 8 to 15
-    float reference[QUERY_TILES][2], sum[QUERY_TILES][2];  // of queries lane / 4 and 8 more; sum: the lane's part
+    RowValues reference, sum;                 // sum: of the keys that the lane holds
 
     __device__ __forceinline__ void start(const T* tile) {
         const int lane = threadIdx.x % 32;
@@ -144,8 +185,8 @@ struct QueryTile {
                 ldmatrix_x4_trans(q[t][step], row + step * 16 * QUERY_PITCH + t * 16);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                reference[t][half] = negative_infinity<float>();
-                sum[t][half] = 0;
+                reference.of[t][half] = negative_infinity<float>();
+                sum.of[t][half] = 0;
 #pragma unroll
                 for (int step = 0; step < VALUE_STEPS; step++)
 #pragma unroll
@@ -175,10 +216,11 @@ struct QueryTile {
         }
     }
 
-    // Scores to packed weights p[half] = {keys 0 to 7, keys 8 to 15}. TAIL: keys from `left` on (counted from
-    // the lane's first) do not exist. Returns whether one of the lane's weights reached 2 (or is no number).
+    // Scores to packed weights p[half] = {keys 0 to 7, keys 8 to 15}, which are added to total. TAIL: keys from
+    // `left` on (counted from the lane's first) do not exist. Returns whether one of the lane's weights reached
+    // 2 (or is no number).
     template <bool TAIL>
-    __device__ __forceinline__ bool weigh(unsigned (&p)[QUERY_TILES][2][2], float (&part)[QUERY_TILES][2],
+    __device__ __forceinline__ bool weigh(unsigned (&p)[QUERY_TILES][2][2], RowValues& total,
                                           const Scores& s, float scale, int left) const {
         unsigned any = 0;
 #pragma unroll
@@ -188,10 +230,10 @@ struct QueryTile {
                 float weight[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    weight[i] = exp2_approx(fmaf(s[t][i / 2][2 * half + i % 2], scale, -reference[t][half]));
+                    weight[i] = exp2_approx(fmaf(s[t][i / 2][2 * half + i % 2], scale, -reference.of[t][half]));
                     if (TAIL && i / 2 * 8 + i % 2 >= left) weight[i] = 0;
                 }
-                part[t][half] = (weight[0] + weight[1]) + (weight[2] + weight[3]);
+                total.of[t][half] += (weight[0] + weight[1]) + (weight[2] + weight[3]);
                 p[t][half][0] = pack2(weight[0], weight[1], T());
                 p[t][half][1] = pack2(weight[2], weight[3], T());
                 any |= p[t][half][0] | p[t][half][1];
@@ -214,10 +256,10 @@ struct QueryTile {
                         largest = fmaxf(largest, s[t][i / 2][2 * half + i % 2] * scale);
                 largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
                 largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
-                const float raised = fmaxf(reference[t][half], largest + HEADROOM);
-                const float factor = exp2_approx(reference[t][half] - raised);
-                reference[t][half] = raised;
-                sum[t][half] *= factor;
+                const float raised = fmaxf(reference.of[t][half], largest + HEADROOM);
+                const float factor = exp2_approx(reference.of[t][half] - raised);
+                reference.of[t][half] = raised;
+                sum.of[t][half] *= factor;
                 scale_columns(t, half, factor, lane);
             }
     }
@@ -233,28 +275,8 @@ struct QueryTile {
                 o[t][step][half][i] *= i % 2 ? odd : even;
     }
 
-    // 16 keys; `keys` is the lane's row of the first matrix, `left` as in weigh.
-    template <bool TAIL>
-    __device__ __forceinline__ void attend(const T* keys, float scale, int left) {
-        unsigned p[QUERY_TILES][2][2];
-        float part[QUERY_TILES][2];
-        bool reached;
-        {
-            Scores s;
-            multiply(s, keys);
-            reached = weigh<TAIL>(p, part, s, scale, left);
-        }
-        if (__any_sync(WARP, reached)) {  // rare: so the products are made again rather than kept
-            Scores s;
-            multiply(s, keys);
-            raise<TAIL>(s, scale, left);
-            weigh<TAIL>(p, part, s, scale, left);
-        }
-#pragma unroll
-        for (int t = 0; t < QUERY_TILES; t++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                sum[t][half] += part[t][half];
+    // o += V P^T for 16 keys.
+    __device__ __forceinline__ void accumulate(const unsigned (&p)[QUERY_TILES][2][2], const T* keys) {
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++) {
             unsigned v[4];
@@ -267,14 +289,65 @@ struct QueryTile {
         }
     }
 
-    // The groups of one chunk, of which `left` keys exist (more where others follow).
-    __device__ __forceinline__ void attend_chunk(const T* slot, float scale, int left) {
+    // 16 keys; `keys` is the lane's row of the first matrix, `left` as in weigh.
+    template <bool TAIL>
+    __device__ __forceinline__ void attend(const T* keys, float scale, int left) {
+        unsigned p[QUERY_TILES][2][2];
+        RowValues total = sum;
+        bool reached;
+        {
+            Scores s;
+            multiply(s, keys);
+            reached = weigh<TAIL>(p, total, s, scale, left);
+        }
+        if (__any_sync(WARP, reached)) {  // rare: so the products are made again rather than kept
+            Scores s;
+            multiply(s, keys);
+            raise<TAIL>(s, scale, left);
+            total = sum;
+            weigh<TAIL>(p, total, s, scale, left);
+        }
+        sum = total;
+        accumulate(p, keys);
+    }
+
+    // GROUPS times 16 keys, all products first, then all weights: much that does not wait for each other.
+    // False, and nothing done, if the references have to be raised.
+    __device__ __forceinline__ bool attend_groups(const T* keys, float scale) {
+        Scores s[GROUPS];
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+            multiply(s[group], keys + 16 * group);
+        unsigned p[GROUPS][QUERY_TILES][2][2];
+        RowValues total = sum;
+        bool reached = false;
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+            reached |= weigh<false>(p[group], total, s[group], scale, 16);
+        if (__any_sync(WARP, reached)) return false;
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+            accumulate(p[group], keys + 16 * group);
+        sum = total;
+        return true;
+    }
+
+    // The groups of one chunk, of which `left` keys exist (more where others follow). `unset`: no reference
+    // is set yet.
+    __device__ __forceinline__ void attend_chunk(const T* slot, float scale, int left, bool unset) {
         const int lane = threadIdx.x % 32;
         const T* keys = slot + lane % 16 * PITCH + lane / 16 * 8;
         const int whole = min(left, CHUNK) & ~15;
 #pragma unroll 1
-        for (int first = 0; first < whole; first += 16)
-            attend<false>(keys + first, scale, 16);
+        for (int first = 0; first < whole;) {
+            if (GROUPS > 1 && !unset && first + 16 * GROUPS <= whole && attend_groups(keys + first, scale)) {
+                first += 16 * GROUPS;
+            } else {
+                attend<false>(keys + first, scale, 16);
+                first += 16;
+                unset = false;
+            }
+        }
         if (whole < CHUNK && whole < left) attend<true>(keys + whole, scale, left - whole - lane % 4 * 2);
     }
 
@@ -284,13 +357,13 @@ struct QueryTile {
         for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float total = sum[t][half];
+                float total = sum.of[t][half];
                 total += __shfl_xor_sync(WARP, total, 1);
                 total += __shfl_xor_sync(WARP, total, 2);
                 const int row_query = first + t * 16 + half * 8 + lane / 4;
                 // HEADROOM is taken back where it is exact, before the logarithm.
                 if (lane % 4 == 0 && row_query < tokens)
-                    lse[row_query] = fmaf(reference[t][half] - HEADROOM, 0.693147181f,
+                    lse[row_query] = fmaf(reference.of[t][half] - HEADROOM, 0.693147181f,
                                           logf(total * static_cast<float>(1 << static_cast<int>(HEADROOM))));
                 scale_columns(t, half, 1.0f / total, lane);
 
@@ -360,15 +433,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             copy_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens, qkv);
             cp_async_commit();
             cp_async_wait<0>();
-            __syncwarp();
+            finish_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens);
             work.start(query_tile);
         }
         int slot = 0;
         for (int chunk = 0; chunk < chunks; chunk++) {
             if (loading) {
                 cp_async_wait<LOOKAHEAD - 1>();
+                finish_chunk(slots + slot * SLOT, Head(splits).keys(qkv, tokens), chunk * CHUNK, tokens);
                 __syncthreads();  // the chunk has come for every thread; no warp still reads the one before
-                if (chunk == 0 && tile < end) work.start(query_tile);
+                if (chunk == 0 && tile < end) {
+                    finish_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens);
+                    work.start(query_tile);
+                }
                 const int next = chunk + LOOKAHEAD;
                 if (next < chunks) {
                     const int next_slot = RESIDENT ? next : (slot + LOOKAHEAD) % RING;
@@ -376,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
                 cp_async_commit();
             }
-            if (tile < end) work.attend_chunk(slots + slot * SLOT, scale, tokens - chunk * CHUNK);
+            if (tile < end) work.attend_chunk(slots + slot * SLOT, scale, tokens - chunk * CHUNK, chunk == 0);
             slot = RESIDENT ? slot + 1 : (slot + 1) % RING;
         }
         if (tile < end) {
