@@ -88,10 +88,10 @@ BUGS = (
         at="load_tile<KEY_DIM",
     ),
     Bug(
-        "missing __syncthreads before a sum over the block",
-        *(backward, "psa_backward_rows", "__syncthreads();\n    const int padded", ";\n    const int padded"),
-        says="(race: read of|has not written).* of shared memory partial",
-        at="partial[i]",
+        "missing __syncwarp before what other lanes wrote to global memory",
+        *(backward, "psa_backward", "] = row;\n        }\n    }\n    __syncwarp();", "] = row;\n        }\n    }\n"),
+        says="race: .* of rows, ",
+        at="head.rows[",
     ),
     Bug(
         "missing __syncwarp",
