@@ -99,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS<ROWS*(KEY_
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS<ROWS*(KEY_SUMS + VALUE_SUMS + COLUMNS)>)
+extern "C" __global__ void __launch_bounds__(
+    THREADS, RESIDENT_BLOCKS<ROWS*(KEY_SUMS + VALUE_SUMS + COLUMNS) + COLUMNS>)
     flash_attention_backward_kv(const T* __restrict__ d_o, const T* __restrict__ q, const T* __restrict__ k,
                                 const T* __restrict__ v, const Real* __restrict__ lse,
                                 const Real* __restrict__ delta, const T* __restrict__ d_v_branch,

@@ -42,7 +42,7 @@ constexpr int KEY_CHANNELS = 8 * KEY_SUMS, VALUE_CHANNELS = 8 * VALUE_SUMS;
 // Blocks that shall fit a multiprocessor at once, from the sums and scores that a thread keeps through a
 // product: with it the compiler limits the registers to 128, 168 or 255, as few as it can do with unspilled.
 template <int VALUES>
-constexpr int RESIDENT_BLOCKS = sizeof(Real) == 8 || VALUES > 96 ? 2 : 3 + (VALUES <= 64);
+constexpr int RESIDENT_BLOCKS = sizeof(Real) == 8 || VALUES > 100 ? 2 : 3 + (VALUES <= 64);
 
 template <int LENGTH>
 struct alignas(LENGTH * sizeof(Real)) Vector {
