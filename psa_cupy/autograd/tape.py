@@ -72,7 +72,7 @@ class Variable:
     @property
     def grad(self):
         """The gradient accumulated so far, of data's shape and dtype, or None; only leaves keep one."""
-        return self._gradient.buffer if self._node is None else None
+        return self._gradient.buffer
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class Variable:
     def __repr__(self) -> str:
         leaf = "leaf" if self.requires_grad else "constant"
         producer = leaf if self._node is None else f"from {self._node.name}"
-        held = "no grad" if self._gradient.buffer is None else "grad held"
+        held = "no grad" if self.grad is None else "grad held"
         return f"Variable(shape={self.shape}, dtype={self.dtype}, {producer}, {held})"
 
 
@@ -124,6 +124,10 @@ class _Gradient:
             raise ValueError(
                 f"{function}: its backward gave a gradient of shape {gradient.shape}, {gradient.dtype}, "
                 f"expected {self.shape}, {self.dtype}"
+            )
+        if not gradient.flags.c_contiguous:
+            raise ValueError(
+                f"{function}: its backward gave a gradient that is not C-contiguous, expected C order"
             )
 
 

@@ -246,9 +246,15 @@ def test_a_seed_that_is_a_variable_raises(xp):
 
 
 def test_backward_inside_the_recording_is_not_recorded(xp):
+    def doubled(x):
+        def backward(saved, d_outputs, targets):
+            return (multiply(Variable(d_outputs[0]), 2).data,)
+
+        return record("doubled", (x,), (x.data * 2,), (), backward)[0]
+
     with Tape() as tape:
         x = tape.variable(xp.ones(1))
-        y = autograd.sum(multiply(x, x))
+        y = doubled(x)
         before = repr(tape)
         tape.backward(y, retain_graph=True)
         assert repr(tape) == before
@@ -271,11 +277,28 @@ def test_the_seed_is_neither_changed_nor_aliased(xp):
     assert to_numpy(leaves[0].grad).tolist() == [2.0, 4.0, 6.0]
 
 
+def test_the_seed_is_not_aliased_by_a_backward_that_hands_it_on(xp):
+    def doubled(x):
+        def backward(saved, d_outputs, targets):
+            (d_y,) = d_outputs
+            d_y *= 2
+            return (d_y,)
+
+        return record("doubled", (x,), (x.data * 2,), (), backward)[0]
+
+    tape, (x,), y = recorded(xp, doubled, np.ones(3))
+    seed = xp.ones(3)
+    tape.backward(y, seed)
+    assert to_numpy(seed).tolist() == [1.0] * 3
+    assert to_numpy(x.grad).tolist() == [2.0] * 3
+
+
 def test_a_seed_of_any_strides(xp):
     tape, (x,), y = recorded(xp, lambda x: times(x, 1), np.zeros((2, 3)))
     seed = xp.arange(6.0).reshape(3, 2).T
     tape.backward(y, seed)
     assert to_numpy(x.grad).tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+    assert x.grad.flags.c_contiguous  # it may become a kernel's target
 
 
 def test_no_two_gradients_share_memory(xp):
@@ -362,6 +385,7 @@ def test_a_variable_of_another_tape_or_from_before_a_reset(xp):
         (TypeError, lambda d: (None,), "times: its backward gave a NoneType, expected an array"),
         (TypeError, lambda d: (Variable(d),), "times: its backward gave a Variable, expected an array"),
         (ValueError, lambda d: (d[:1],), r"of shape \(1,\), float64, expected \(2,\), float64"),
+        (ValueError, lambda d: (d[::-1],), "a gradient that is not C-contiguous, expected C order"),
         (ValueError, lambda d: (d.astype("f4"),), r"of shape \(2,\), float32, expected \(2,\), float64"),
     ],
 )
