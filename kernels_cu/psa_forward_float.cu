@@ -21,15 +21,15 @@
 // go small ones first, and sums over groups of keys are added up outside. float64 needs none of this: m8n8k4.
 //
 // Softmax: weights are 2^(score - reference), with scores in units of log 2. A row's reference is its largest
-// score seen so far plus HEADROOM, set at the first group and raised only when a weight reaches 2, which is
-// one bit of it: any row is right, and most are never rescaled.
+// score seen so far plus HEADROOM, set at the first group and raised only when a weight would reach 2: any row
+// is right, and most are never rescaled.
 //
 // Compile-time constants, from passes/psa_forward_float.py:
 //   T                    float or double
 //   KEY_DIM, VALUE_DIM   channels; rounded up to whole products by zeros in shared memory
 //   VALUE_PART           see above; a multiple of 16 (float) or 8 (double)
 //   WARPS, QUERY_TILES   of a block, of a warp (16 queries each)
-//   CHUNK                keys of a slot, a multiple of 16
+//   CHUNK                keys of a slot, a power of two from 16 on
 //   MIN_BLOCKS           blocks that a multiprocessor shall hold: bounds the registers
 //   WIDTH                elements of the widest copy that all rows' alignment allows: 4 (float), 2 or 1
 #include "online_softmax.cuh"
@@ -42,7 +42,6 @@ constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 constexpr int PARTS = (VALUE_DIM + VALUE_PART - 1) / VALUE_PART;
 constexpr int COLUMNS = VALUE_PART / 8;  // accumulator tiles of 16 queries x 8 channels
 constexpr int HEADROOM = 6;
-constexpr unsigned REACHED_TWO = 0x40000000u;  // the highest exponent bit
 constexpr unsigned WARP = 0xffffffffu;
 
 __host__ __device__ constexpr int round_up(int value, int unit) {
@@ -54,13 +53,6 @@ __device__ __forceinline__ float power_of_two(float x) {
 }
 __device__ __forceinline__ double power_of_two(double x) {
     return exp2(x);
-}
-// The half of a number that holds its exponent.
-__device__ __forceinline__ unsigned high_word(float x) {
-    return __float_as_uint(x);
-}
-__device__ __forceinline__ unsigned high_word(double x) {
-    return static_cast<unsigned>(__double_as_longlong(x) >> 32);
 }
 
 // The matrix products of one element type on chunks in shared memory, whose rows are channels. Scores of 16
@@ -285,56 +277,75 @@ struct Place {
 };
 
 // ---- K and V from global to shared memory ----
+// A thread copies, and then splits, the same UNIT neighbouring tokens of every ROW_STEP-th row.
 
-constexpr int UNIT = 16 / sizeof(T);  // neighbouring tokens that one thread copies, and splits
-constexpr int ROWS = Products::KEY_ROWS + VALUE_PART, UNITS = CHUNK / UNIT;
+constexpr int UNIT = 16 / sizeof(T), UNITS = CHUNK / UNIT, ROW_STEP = THREADS / UNITS;
+static_assert(THREADS % UNITS == 0, "a thread's tokens are the same in every row");
 
-// Where a unit that has come stands: for float32 in an array of its own, for float64 in the slot.
-__device__ __forceinline__ int arrives_at(int row, int token) {
-    if (SPLIT) return row * CHUNK + token;
-    const bool is_key = row < Products::KEY_ROWS;
-    const int first = is_key ? 0 : Products::KEY_ROWS * Products::KEY_PITCH;
-    return first + (is_key ? row : row - Products::KEY_ROWS) *
-                       (is_key ? Products::KEY_PITCH : Products::VALUE_PITCH) + token;
-}
-
-// Starts the copies of CHUNK keys from `first` on, zeros beyond the last; all threads take part.
-__device__ __forceinline__ void copy_chunk(T* arriving, const T* keys, int first_value, int first, int tokens) {
-#pragma unroll 1
-    for (int unit = threadIdx.x; unit < ROWS * UNITS; unit += THREADS) {
-        const int row = unit / UNITS, token = unit % UNITS * UNIT;
-        const int value = first_value + row - Products::KEY_ROWS;
-        const bool is_key = row < Products::KEY_ROWS;
-        const bool exists = is_key ? row < KEY_DIM : value < VALUE_DIM;
-        const T* source = keys + static_cast<long long>(is_key ? row : KEY_DIM + value) * tokens + first + token;
-        const int left = exists ? tokens - first - token : 0;
-        T* target = arriving + arrives_at(row, token);
+// Starts the copies of a thread's units of `channels` channels, which lie `tokens` apart from `source` on, to
+// COUNT rows, PITCH apart from `target` on. WHOLE: there are COUNT channels, or else rows of zeros follow. Of
+// each unit `left` tokens exist, zeros follow.
+template <int COUNT, int PITCH, bool WHOLE>
+__device__ __forceinline__ void copy_rows(T* target, const T* source, int channels, int left, int tokens,
+                                          const T* anywhere) {
+    constexpr int BYTES = WIDTH * sizeof(T);
+    const int first_row = threadIdx.x / UNITS;
+    const long long step = left > 0 ? static_cast<long long>(ROW_STEP) * tokens : 0;
+    const T* unit = left > 0 ? source + static_cast<long long>(first_row) * tokens : anywhere;
 #pragma unroll
-        for (int i = 0; i < UNIT; i += WIDTH) {
-            constexpr int BYTES = WIDTH * sizeof(T);
-            const int bytes = max(0, min(BYTES, (left - i) * static_cast<int>(sizeof(T))));
-            const T* from = bytes == 0 ? keys : source + i;
-            if constexpr (BYTES == 16) cp_async_16(target + i, from, bytes);
-            if constexpr (BYTES == 8) cp_async_8(target + i, from, bytes);
-            if constexpr (BYTES == 4) cp_async_4(target + i, from, bytes);
+    for (int i = 0; i < (COUNT + ROW_STEP - 1) / ROW_STEP; i++, unit += step) {
+        const int row = first_row + i * ROW_STEP;
+        if (COUNT % ROW_STEP != 0 && row >= COUNT) break;
+        const bool exists = WHOLE || row < channels;
+#pragma unroll
+        for (int part = 0; part < UNIT; part += WIDTH) {
+            const int bytes = exists ? max(0, min(BYTES, (left - part) * static_cast<int>(sizeof(T)))) : 0;
+            const T* from = (WHOLE && WIDTH == UNIT) || bytes > 0 ? unit + part : anywhere;
+            T* to = target + row * PITCH + part;
+            if constexpr (BYTES == 16) cp_async_16(to, from, bytes);
+            if constexpr (BYTES == 8) cp_async_8(to, from, bytes);
+            if constexpr (BYTES == 4) cp_async_4(to, from, bytes);
         }
     }
 }
 
-// The units that this thread has copied, split, into the planes of a slot.
-__device__ __forceinline__ void split_chunk(Stored* slot, const T* arrived) {
-#pragma unroll 2
-    for (int unit = threadIdx.x; unit < ROWS * UNITS; unit += THREADS) {
-        const int row = unit / UNITS, token = unit % UNITS * UNIT;
+// Starts the copies of CHUNK keys from `first` on: float64 to a slot, float32 to an array of its own.
+__device__ __forceinline__ void copy_chunk(T* arriving, const T* keys, int first_value, int first, int tokens) {
+    constexpr int KEY_ROWS = Products::KEY_ROWS;
+    constexpr int KEY_PITCH = SPLIT ? CHUNK : Products::KEY_PITCH;
+    constexpr int VALUE_PITCH = SPLIT ? CHUNK : Products::VALUE_PITCH;
+    const int token = threadIdx.x % UNITS * UNIT, left = tokens - first - token;
+    const T* k = keys + first + token;
+    const T* v = k + static_cast<long long>(KEY_DIM + first_value) * tokens;
+    copy_rows<KEY_ROWS, KEY_PITCH, KEY_DIM == KEY_ROWS>(arriving + token, k, KEY_DIM, left, tokens, keys);
+    copy_rows<VALUE_PART, VALUE_PITCH, VALUE_DIM % VALUE_PART == 0>(
+        arriving + KEY_ROWS * KEY_PITCH + token, v, VALUE_DIM - first_value, left, tokens, keys);
+}
+
+// A thread's units of COUNT rows, split, into the planes of a slot.
+template <int COUNT>
+__device__ __forceinline__ void split_rows(Stored* slot, const T* arrived) {
+    const int first_row = threadIdx.x / UNITS, token = threadIdx.x % UNITS * UNIT;
+#pragma unroll 4
+    for (int i = 0; i < (COUNT + ROW_STEP - 1) / ROW_STEP; i++) {
+        const int row = first_row + i * ROW_STEP;
+        if (COUNT % ROW_STEP != 0 && row >= COUNT) break;
         const float4 x = *reinterpret_cast<const float4*>(arrived + row * CHUNK + token);
         unsigned low[3], high[3];
         Product<float>::split(low, x.x, x.y);
         Product<float>::split(high, x.z, x.w);
 #pragma unroll
         for (int plane = 0; plane < 3; plane++)
-            *reinterpret_cast<uint2*>(slot + (plane * ROWS + row) * Products::KEY_PITCH + token) =
+            *reinterpret_cast<uint2*>(slot + plane * Product<float>::PLANE + row * Products::KEY_PITCH + token) =
                 make_uint2(low[plane], high[plane]);
     }
+}
+
+// What this thread has copied of K and of V.
+__device__ __forceinline__ void split_chunk(Stored* slot, const T* arrived) {
+    constexpr int KEY_ROWS = Products::KEY_ROWS;
+    split_rows<KEY_ROWS>(slot, arrived);
+    split_rows<VALUE_PART>(slot + KEY_ROWS * Products::KEY_PITCH, arrived + KEY_ROWS * CHUNK);
 }
 
 // ---- one warp's tile of queries ----
@@ -361,19 +372,17 @@ struct QueryTile {
         }
     }
 
-    // Scores to weights. Returns whether one of the lane's reached 2 (or is no number).
-    __device__ __forceinline__ bool weigh(T (&p)[QUERY_TILES][2][4], const T (&s)[QUERY_TILES][2][4]) const {
-        unsigned any = 0;
+    // Whether a weight of the lane would reach 2 (or a score is no number).
+    __device__ __forceinline__ bool reaches_two(const T (&s)[QUERY_TILES][2][4]) const {
+        bool any = false;
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
             for (int j = 0; j < 2; j++)
 #pragma unroll
-                for (int x = 0; x < 4; x++) {
-                    p[t][j][x] = power_of_two(s[t][j][x] - reference[t][x / 2]);
-                    any |= high_word(p[t][j][x]);
-                }
-        return any & REACHED_TWO;
+                for (int x = 0; x < 4; x++)
+                    any |= !(s[t][j][x] < reference[t][x / 2] + 1);
+        return any;
     }
 
     // Raises the references to what the scores ask for, and brings o and sum to them.
@@ -400,7 +409,7 @@ struct QueryTile {
 
     // A group of keys at `keys`, of which `left` exist (more where others follow).
     __device__ __forceinline__ void attend(const Stored* keys, T scale, int left) {
-        T s[QUERY_TILES][2][4], p[QUERY_TILES][2][4];
+        T s[QUERY_TILES][2][4];  // scores, then weights
         Products::multiply(s, q, keys);
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
@@ -412,18 +421,22 @@ struct QueryTile {
                     const int key = 8 * j + threadIdx.x % 4 * 2 + x % 2;
                     if (left < GROUP && key >= left) s[t][j][x] = negative_infinity<T>();
                 }
-        if (__any_sync(WARP, weigh(p, s))) {  // rare
-            raise(s);
-            weigh(p, s);
-        }
+        if (__any_sync(WARP, reaches_two(s))) raise(s);  // rare
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int x = 2 * half;
-                sum[t][half] += (p[t][0][x] + p[t][0][x + 1]) + (p[t][1][x] + p[t][1][x + 1]);
+                T part[2];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    T(&pair)[2] = reinterpret_cast<T(&)[2]>(s[t][j][2 * half]);
+                    pair[0] = power_of_two(pair[0] - reference[t][half]);
+                    pair[1] = power_of_two(pair[1] - reference[t][half]);
+                    part[j] = pair[0] + pair[1];
+                }
+                sum[t][half] += part[0] + part[1];
             }
-        Products::update(o, p, keys);
+        Products::update(o, s, keys);
     }
 
     // The groups of one chunk, of which `left` keys exist (more where others follow).
@@ -479,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Place place(splits);
     const T* queries = qkv + place.head * HEAD_CHANNELS * tokens;
     const T* keys = queries + static_cast<long long>(KEY_DIM) * tokens;
-    const int first_value = place.part * VALUE_PART;
+    const int first_value = PARTS == 1 ? 0 : place.part * VALUE_PART;
     const int warp = __shfl_sync(WARP, threadIdx.x / 32, 0);  // tells the compiler that it is one number
     const int first = (place.split * WARPS + warp) * QUERIES;
 
