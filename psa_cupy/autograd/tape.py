@@ -291,7 +291,10 @@ class Tape:
             (str(node.position), node.name, _shapes(node.inputs), _shapes(node.outputs), _kept(node))
             for node in self._nodes
         ]
-        head, *body = (f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
+        head, *body = (
+            "<tr>" + "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) + "</tr>"
+            for cell, row in zip(["th"] + ["td"] * len(self._nodes), rows, strict=True)
+        )
         return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
 
     def _holds(self, node: _Node) -> bool:

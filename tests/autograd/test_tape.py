@@ -567,7 +567,7 @@ def test_reprs(xp):
 def test_the_table_of_a_tape(xp):
     tape, _, y = recorded(xp, lambda x: times(multiply(x, xp.ones((2, 3))), 2), np.ones((2, 3)))
     html = tape._repr_html_()
-    assert html.startswith("<table><thead><tr><td></td><td>function</td>")
+    assert html.startswith("<table><thead><tr><th></th><th>function</th>")
     cells = ("0", "multiply", "(2, 3) float64, constant", "(2, 3) float64", "96 bytes")
     assert "".join(f"<td>{cell}</td>" for cell in cells) in html
     tape.backward(y, xp.ones((2, 3)))
