@@ -26,7 +26,6 @@
 //   CHUNK, LOOKAHEAD     keys of a slot; chunks on their way while one is worked on
 //   RESIDENT             see above
 //   MIN_BLOCKS           blocks that a multiprocessor shall hold: bounds the registers
-//   GROUPS               groups of 16 keys that a warp works on at once
 //   WIDTH                tokens of the widest access that the alignment of all rows allows: 8, 2 or 1
 #include "common.cuh"
 #include "tensor_core.cuh"
@@ -37,11 +36,17 @@ constexpr int KEY_STEPS = (KEY_DIM + 15) / 16, VALUE_STEPS = (VALUE_DIM + 15) / 
 constexpr int KEY_ROWS = 16 * KEY_STEPS, ROWS = KEY_ROWS + 16 * VALUE_STEPS;
 // Rows are an odd number of 16-byte units long: the eight rows of a matrix lie in different banks.
 constexpr int PITCH = CHUNK + 8, QUERY_PITCH = QUERIES + 8;
+constexpr int ELEMENT = sizeof(T), ROW_BYTES = PITCH * ELEMENT;
 constexpr int RING = LOOKAHEAD + 1;
 constexpr int SLOT = ROWS * PITCH;
 constexpr float HEADROOM = 6.0f;
 constexpr unsigned REACHED_TWO = 0x40004000u;  // the highest exponent bit of both halves of a pair
 constexpr unsigned WARP = 0xffffffffu;
+
+// Tells the compiler that all lanes have the same number: it takes no register of theirs.
+__device__ __forceinline__ int uniform(int number) {
+    return __shfl_sync(WARP, number, 0);
+}
 
 struct alignas(16) Unit {  // eight tokens
     unsigned pairs[4];
@@ -51,10 +56,11 @@ struct alignas(16) Unit {  // eight tokens
 //
 // Rows that start at multiples of 16 bytes (WIDTH 8) come unit by unit. Of others the aligned units that hold
 // their tokens come, one more than the row has: there is room for it, as rows are padded by one unit. Once
-// they have come, the warp that copied a row moves its tokens to the front (realign_rows).
+// they have come, the warp that copied a row moves its tokens to the front (realign).
 
 // The channel, counted from the first of K (or of Q), of a row of shared memory; -1 for rows of zeros.
 __device__ __forceinline__ int channel_of(int row) {
+    if (KEY_ROWS == KEY_DIM && ROWS == KEY_DIM + VALUE_DIM) return row;
     if (row < KEY_ROWS) return row < KEY_DIM ? row : -1;
     return row - KEY_ROWS < VALUE_DIM ? row - (KEY_ROWS - KEY_DIM) : -1;
 }
@@ -71,21 +77,6 @@ __device__ __forceinline__ void copy_unit(T* target, const T* source, int count,
     } else if (count > 0) {  // it begins in front of the array
         for (int i = 0; i < 8; i++)
             target[i] = i < count && source + i >= qkv ? source[i] : from_float<T>(0.0f);
-    }
-}
-
-// Rows `begin` to `end`, TOKENS of each from `first` on; one warp.
-template <int TOKENS>
-__device__ __forceinline__ void copy_rows(T* rows, int begin, int end, const T* source, int first, int tokens,
-                                          const T* qkv) {
-    constexpr int UNITS = TOKENS / 8 + (WIDTH == 8 ? 0 : 1);
-#pragma unroll 1
-    for (int i = begin * UNITS + static_cast<int>(threadIdx.x % 32); i < end * UNITS; i += 32) {
-        const int row = i / UNITS, unit = i % UNITS, channel = channel_of(row);
-        const T* start = source + static_cast<long long>(channel) * tokens + first;
-        const int shift = misalignment(start);
-        const int count = channel < 0 ? 0 : min(8, tokens - first + shift - 8 * unit);
-        copy_unit(rows + row * (TOKENS + 8) + 8 * unit, start - shift + 8 * unit, count, qkv);
     }
 }
 
@@ -110,52 +101,74 @@ __device__ __forceinline__ Unit shifted(const Unit& low, const Unit& high, int s
     return result;
 }
 
-// What copy_rows brought, to where it belongs, in place; by the lanes of one warp. A pass reads a unit and the
-// next before it writes the first, and later passes do not read what it wrote.
-template <int TOKENS>
-__device__ __forceinline__ void realign_rows(T* rows, int begin, int end, const T* source, int first,
-                                             int tokens) {
-    constexpr int UNITS = TOKENS / 8;
-    const Unit zeros = {};
-#pragma unroll 1
-    for (int i = begin * UNITS; i < end * UNITS; i += 32) {
-        const int mine = i + static_cast<int>(threadIdx.x % 32);
-        const bool takes_part = mine < end * UNITS;
-        const int row = mine / UNITS, unit = mine % UNITS, channel = channel_of(row);
-        const int shift = misalignment(source + static_cast<long long>(channel) * tokens + first);
-        const int count = takes_part && channel >= 0 ? tokens - first + shift - 8 * unit : 0;
-        Unit* place = reinterpret_cast<Unit*>(rows + row * (TOKENS + 8) + 8 * unit);
-        const Unit low = count > 0 ? place[0] : zeros;
-        const Unit high = count > 8 ? place[1] : zeros;
-        __syncwarp();
-        if (takes_part) *place = shifted(low, high, shift);
+// Who copies what of COUNT rows of TOKENS, from a head's channel CHANNEL on, shared by SHARERS warps: a lane
+// always the same unit, of every (AT_ONCE * SHARERS)-th row.
+template <int TOKENS, int COUNT, int CHANNEL, int SHARERS>
+struct Rows {
+    static constexpr int UNITS = TOKENS / 8 + (WIDTH == 8 ? 0 : 1), AT_ONCE = UNITS <= 32 ? 32 / UNITS : 1;
+    static constexpr int STRIDE = AT_ONCE * SHARERS, PITCH = TOKENS + 8;
+    static_assert(UNITS <= 32, "a warp copies whole rows");
+
+    // Starts the copy of tokens from `first` on.
+    static __device__ __forceinline__ void copy(T* rows, int sharer, const T* head, int first, int tokens,
+                                                const T* qkv) {
+        const int lane = derived_here(threadIdx.x % 32), unit = lane % UNITS;
+        if (lane >= AT_ONCE * UNITS) return;
+#pragma unroll
+        for (int step = 0; step < COUNT; step += STRIDE) {
+            const int row = step + sharer * AT_ONCE + lane / UNITS, channel = channel_of(row);
+            if (step + STRIDE > COUNT && row >= COUNT) return;
+            const T* start = head + static_cast<long long>(CHANNEL + channel) * tokens + first;
+            const int shift = misalignment(start);
+            const int count = channel < 0 ? 0 : min(8, tokens - first + shift - 8 * unit);
+            copy_unit(rows + row * PITCH + 8 * unit, start - shift + 8 * unit, count, qkv);
+        }
     }
-}
+
+    // What copy brought, to where it belongs, in place; the warps and the rows as there. All lanes read a unit
+    // and the next before one of them writes.
+    static __device__ __forceinline__ void realign(T* rows, int sharer, const T* head, int first, int tokens) {
+        const int lane = derived_here(threadIdx.x % 32), unit = lane % UNITS;
+        const Unit zeros = {};
+#pragma unroll 1
+        for (int step = 0; step < COUNT; step += STRIDE) {
+            const int row = step + sharer * AT_ONCE + lane / UNITS, channel = channel_of(row);
+            const bool exists = lane < AT_ONCE * UNITS && row < COUNT && unit < TOKENS / 8;
+            const int shift = misalignment(head + static_cast<long long>(CHANNEL + channel) * tokens + first);
+            const int count = exists && channel >= 0 ? tokens - first + shift - 8 * unit : 0;
+            Unit* place = reinterpret_cast<Unit*>(rows + row * PITCH + 8 * unit);
+            const Unit low = count > 0 ? place[0] : zeros;
+            const Unit high = count > 8 ? place[1] : zeros;
+            __syncwarp();
+            if (exists) *place = shifted(low, high, shift);
+        }
+    }
+};
+using Chunk = Rows<CHUNK, ROWS, KEY_DIM, WARPS>;  // of K and V
+using Queries = Rows<QUERIES, KEY_ROWS, 0, 1>;
 
 // K and V of CHUNK keys from `first` on; every warp of the block copies its share of the rows.
-__device__ __forceinline__ void copy_chunk(T* slot, const T* keys, int first, int tokens, const T* qkv) {
-    const int warp = threadIdx.x / 32;
-    copy_rows<CHUNK>(slot, warp * ROWS / WARPS, (warp + 1) * ROWS / WARPS, keys, first, tokens, qkv);
+__device__ __forceinline__ void copy_chunk(T* slot, int warp, const T* head, int first, int tokens, const T* qkv) {
+    Chunk::copy(slot, warp, head, first, tokens, qkv);
 }
 
 // To be called between a thread's wait for its copies and the barrier that shows them to others.
-__device__ __forceinline__ void finish_chunk(T* slot, const T* keys, int first, int tokens) {
+__device__ __forceinline__ void finish_chunk(T* slot, int warp, const T* head, int first, int tokens) {
     if constexpr (WIDTH != 8) {
-        const int warp = threadIdx.x / 32;
         __syncwarp();
-        realign_rows<CHUNK>(slot, warp * ROWS / WARPS, (warp + 1) * ROWS / WARPS, keys, first, tokens);
+        Chunk::realign(slot, warp, head, first, tokens);
     }
 }
 
 // Q of a warp's tile from query `first` on; one warp.
-__device__ __forceinline__ void copy_queries(T* tile, const T* queries, int first, int tokens, const T* qkv) {
-    copy_rows<QUERIES>(tile, 0, KEY_ROWS, queries, first, tokens, qkv);
+__device__ __forceinline__ void copy_queries(T* tile, const T* head, int first, int tokens, const T* qkv) {
+    Queries::copy(tile, 0, head, first, tokens, qkv);
 }
 
-__device__ __forceinline__ void finish_queries(T* tile, const T* queries, int first, int tokens) {
+__device__ __forceinline__ void finish_queries(T* tile, const T* head, int first, int tokens) {
     __syncwarp();
     if constexpr (WIDTH != 8) {
-        realign_rows<QUERIES>(tile, 0, KEY_ROWS, queries, first, tokens);
+        Queries::realign(tile, 0, head, first, tokens);
         __syncwarp();
     }
 }
@@ -196,11 +209,11 @@ struct QueryTile {
         }
     }
 
-    __device__ __forceinline__ void multiply(Scores& s, const T* keys) const {
+    __device__ __forceinline__ void multiply(Scores& s, SharedAddress keys) const {
 #pragma unroll
         for (int step = 0; step < KEY_STEPS; step++) {
             unsigned k[4];
-            ldmatrix_x4_trans(k, keys + step * 16 * PITCH);
+            ldmatrix_x4_trans(k, keys + step * 16 * ROW_BYTES);
             const unsigned low[2] = {k[0], k[1]}, high[2] = {k[2], k[3]};
 #pragma unroll
             for (int t = 0; t < QUERY_TILES; t++) {
@@ -242,7 +255,6 @@ struct QueryTile {
     }
 
     // Raises the references to what the scores ask for, and brings o and sum to them.
-    template <bool TAIL>
     __device__ __forceinline__ void raise(const Scores& s, float scale, int left) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -252,7 +264,7 @@ struct QueryTile {
                 float largest = negative_infinity<float>();
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if (!TAIL || i / 2 * 8 + i % 2 < left)
+                    if (i / 2 * 8 + i % 2 < left)
                         largest = fmaxf(largest, s[t][i / 2][2 * half + i % 2] * scale);
                 largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
                 largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
@@ -275,12 +287,17 @@ struct QueryTile {
                 o[t][step][half][i] *= i % 2 ? odd : even;
     }
 
-    // o += V P^T for 16 keys.
-    __device__ __forceinline__ void accumulate(const unsigned (&p)[QUERY_TILES][2][2], const T* keys) {
+    // The matrix of V of 16 channels and 16 keys.
+    static __device__ __forceinline__ void load_values(unsigned (&v)[4], SharedAddress keys, int step) {
+        ldmatrix_x4(v, keys + (KEY_ROWS + step * 16) * ROW_BYTES);
+    }
+
+    // o += V P^T for 16 keys; v: the first matrix of V.
+    __device__ __forceinline__ void accumulate(const unsigned (&p)[QUERY_TILES][2][2], unsigned (&v)[4],
+                                               SharedAddress keys) {
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++) {
-            unsigned v[4];
-            ldmatrix_x4(v, keys + (KEY_ROWS + step * 16) * PITCH);
+            if (step > 0) load_values(v, keys, step);
 #pragma unroll
             for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
@@ -289,72 +306,51 @@ struct QueryTile {
         }
     }
 
-    // 16 keys; `keys` is the lane's row of the first matrix, `left` as in weigh.
-    template <bool TAIL>
-    __device__ __forceinline__ void attend(const T* keys, float scale, int left) {
+    // 16 keys; `keys` is the lane's row of the first matrix. False, and nothing done, if the references have to
+    // be raised first.
+    __device__ __forceinline__ bool attend(SharedAddress keys, float scale) {
+        Scores s;
+        multiply(s, keys);
+        unsigned v[4];
+        load_values(v, keys, 0);  // early: the vote is waited for
         unsigned p[QUERY_TILES][2][2];
         RowValues total = sum;
-        bool reached;
-        {
-            Scores s;
-            multiply(s, keys);
-            reached = weigh<TAIL>(p, total, s, scale, left);
-        }
-        if (__any_sync(WARP, reached)) {  // rare: so the products are made again rather than kept
-            Scores s;
-            multiply(s, keys);
-            raise<TAIL>(s, scale, left);
-            total = sum;
-            weigh<TAIL>(p, total, s, scale, left);
-        }
+        if (__any_sync(WARP, weigh<false>(p, total, s, scale, 16))) return false;
         sum = total;
-        accumulate(p, keys);
-    }
-
-    // GROUPS times 16 keys, all products first, then all weights: much that does not wait for each other.
-    // False, and nothing done, if the references have to be raised.
-    __device__ __forceinline__ bool attend_groups(const T* keys, float scale) {
-        Scores s[GROUPS];
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++)
-            multiply(s[group], keys + 16 * group);
-        unsigned p[GROUPS][QUERY_TILES][2][2];
-        RowValues total = sum;
-        bool reached = false;
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++)
-            reached |= weigh<false>(p[group], total, s[group], scale, 16);
-        if (__any_sync(WARP, reached)) return false;
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++)
-            accumulate(p[group], keys + 16 * group);
-        sum = total;
+        accumulate(p, v, keys);
         return true;
     }
 
-    // The groups of one chunk, of which `left` keys exist (more where others follow). `unset`: no reference
-    // is set yet.
-    __device__ __forceinline__ void attend_chunk(const T* slot, float scale, int left, bool unset) {
+    // The same for any references, and any number of keys; `left` as in weigh.
+    __device__ __forceinline__ void attend_with_care(SharedAddress keys, float scale, int left) {
+        Scores s;
+        multiply(s, keys);
+        raise(s, scale, left);
+        unsigned p[QUERY_TILES][2][2];
+        weigh<true>(p, sum, s, scale, left);
+        unsigned v[4];
+        load_values(v, keys, 0);
+        accumulate(p, v, keys);
+    }
+
+    // The groups of one chunk, of which `left` keys exist (more where others follow).
+    __device__ __forceinline__ void attend_chunk(const T* slot, float scale, int left) {
         const int lane = threadIdx.x % 32;
-        const T* keys = slot + lane % 16 * PITCH + lane / 16 * 8;
-        const int whole = min(left, CHUNK) & ~15;
+        const SharedAddress keys(slot + lane % 16 * PITCH + lane / 16 * 8);
+        left = min(left, CHUNK);
+        for (int first = 0;; first += 16) {
 #pragma unroll 1
-        for (int first = 0; first < whole;) {
-            if (GROUPS > 1 && !unset && first + 16 * GROUPS <= whole && attend_groups(keys + first, scale)) {
-                first += 16 * GROUPS;
-            } else {
-                attend<false>(keys + first, scale, 16);
+            while (first + 16 <= left && attend(keys + first * ELEMENT, scale))
                 first += 16;
-                unset = false;
-            }
+            if (first >= left) break;
+            attend_with_care(keys + first * ELEMENT, scale, left - first - lane % 4 * 2);
         }
-        if (whole < CHUNK && whole < left) attend<true>(keys + whole, scale, left - whole - lane % 4 * 2);
     }
 
     __device__ __forceinline__ void store(T* out, float* lse, int first, int tokens) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int t = 0; t < QUERY_TILES; t++)
+        for (int t = 0; t < QUERY_TILES; t++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float total = sum.of[t][half];
@@ -366,40 +362,33 @@ struct QueryTile {
                     lse[row_query] = fmaf(reference.of[t][half] - HEADROOM, 0.693147181f,
                                           logf(total * static_cast<float>(1 << static_cast<int>(HEADROOM))));
                 scale_columns(t, half, 1.0f / total, lane);
-
-                const int query = first + t * 16 + half * 8 + lane % 4 * 2;
-#pragma unroll
-                for (int step = 0; step < VALUE_STEPS; step++) {
-                    const int channel = step * 16 + lane / 4;
-                    const float(&x)[4] = o[t][step][half];
-                    store_pair(out, channel, query, tokens, pack2(x[0], x[1], T()));
-                    store_pair(out, channel + 8, query, tokens, pack2(x[2], x[3], T()));
-                }
             }
-    }
-
-    __device__ __forceinline__ void store_pair(T* out, int channel, int query, int tokens, unsigned pair) {
-        if ((VALUE_DIM % 16 != 0 && channel >= VALUE_DIM) || query >= tokens) return;
-        T* target = out + static_cast<long long>(channel) * tokens + query;
-        if constexpr (WIDTH > 1) {
-            *reinterpret_cast<unsigned*>(target) = pair;
-        } else {
-            unsigned short* halves = reinterpret_cast<unsigned short*>(target);
-            halves[0] = static_cast<unsigned short>(pair);
-            if (query + 1 < tokens) halves[1] = static_cast<unsigned short>(pair >> 16);
+            const int query = first + t * 16 + lane % 4 * 2;
+            T* target = out + static_cast<long long>(lane / 4) * tokens + query;  // of this channel, then of each 8th
+#pragma unroll
+            for (int step = 0; step < VALUE_STEPS; step++)
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    if (VALUE_DIM % 16 != 0 && step * 16 + i * 4 + lane / 4 >= VALUE_DIM) break;
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const float(&x)[4] = o[t][step][half];
+                        store_pair(target + half * 8, tokens - query - half * 8, pack2(x[i], x[i + 1], T()));
+                    }
+                    target += 8 * static_cast<long long>(tokens);
+                }
         }
     }
-};
 
-// The block's head, and where its arrays begin: derived anew where they are needed, which saves registers.
-struct Head {
-    long long index;
-    __device__ __forceinline__ explicit Head(int splits) : index(blockIdx.x / splits) {}
-    __device__ __forceinline__ const T* queries(const T* qkv, int tokens) const {
-        return qkv + index * (2 * KEY_DIM + VALUE_DIM) * tokens;
-    }
-    __device__ __forceinline__ const T* keys(const T* qkv, int tokens) const {
-        return queries(qkv, tokens) + static_cast<long long>(KEY_DIM) * tokens;
+    // Of a pair of tokens those that exist: `left` from the first on.
+    __device__ __forceinline__ void store_pair(T* target, int left, unsigned pair) {
+        if constexpr (WIDTH > 1) {
+            if (left > 0) *reinterpret_cast<unsigned*>(target) = pair;
+        } else {
+            unsigned short* halves = reinterpret_cast<unsigned short*>(target);
+            if (left > 0) halves[0] = static_cast<unsigned short>(pair);
+            if (left > 1) halves[1] = static_cast<unsigned short>(pair >> 16);
+        }
     }
 };
 
@@ -409,20 +398,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 float scale) {
     extern __shared__ __align__(16) unsigned char shared_memory[];
     T* slots = reinterpret_cast<T*>(shared_memory);
-    const int chunks = (tokens + CHUNK - 1) / CHUNK;
-    const int warp = __shfl_sync(WARP, threadIdx.x / 32, 0);  // tells the compiler that it is one number
-    T* query_tile = slots + (RESIDENT ? chunks : RING) * SLOT + warp * (KEY_ROWS * QUERY_PITCH);
+    const int chunks = (tokens + CHUNK - 1) / CHUNK, warp = uniform(threadIdx.x / 32);
+    T* const query_tile = slots + (RESIDENT ? chunks : RING) * SLOT + warp * (KEY_ROWS * QUERY_PITCH);
+    const int head_index = uniform(blockIdx.x / splits), split = blockIdx.x - head_index * splits;
+    const T* const head = qkv + static_cast<long long>(head_index) * (2 * KEY_DIM + VALUE_DIM) * tokens;
 
     // The block's tiles are `tile` to `end`; the warps take them in turn.
-    const int tiles = (tokens + QUERIES - 1) / QUERIES, split = blockIdx.x % splits;
-    const int end = static_cast<int>(static_cast<long long>(tiles) * (split + 1) / splits);
-    int tile = static_cast<int>(static_cast<long long>(tiles) * split / splits) + warp;
+    const int tiles = (tokens + QUERIES - 1) / QUERIES, share = tiles / splits, left_over = tiles % splits;
+    int tile = share * split + min(split, left_over);
+    const int end = uniform(tile + share + (split < left_over));
+    tile = uniform(tile + warp);
 
-    if (tile < end) copy_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens, qkv);
+    if (tile < end) copy_queries(query_tile, head, tile * QUERIES, tokens, qkv);
 #pragma unroll
     for (int chunk = 0; chunk < LOOKAHEAD; chunk++) {
         if (chunk < chunks)
-            copy_chunk(slots + chunk * SLOT, Head(splits).keys(qkv, tokens), chunk * CHUNK, tokens, qkv);
+            copy_chunk(slots + chunk * SLOT, warp, head, chunk * CHUNK, tokens, qkv);
         cp_async_commit();  // group number `chunk`, possibly empty; the first brings Q, too
     }
 
@@ -430,35 +421,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         QueryTile work;
         if (!loading) {
             __syncwarp();  // all lanes have read the tile before
-            copy_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens, qkv);
+            copy_queries(query_tile, head, tile * QUERIES, tokens, qkv);
             cp_async_commit();
             cp_async_wait<0>();
-            finish_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens);
+            finish_queries(query_tile, head, tile * QUERIES, tokens);
             work.start(query_tile);
         }
         int slot = 0;
         for (int chunk = 0; chunk < chunks; chunk++) {
             if (loading) {
                 cp_async_wait<LOOKAHEAD - 1>();
-                finish_chunk(slots + slot * SLOT, Head(splits).keys(qkv, tokens), chunk * CHUNK, tokens);
+                finish_chunk(slots + slot * SLOT, warp, head, chunk * CHUNK, tokens);
                 __syncthreads();  // the chunk has come for every thread; no warp still reads the one before
                 if (chunk == 0 && tile < end) {
-                    finish_queries(query_tile, Head(splits).queries(qkv, tokens), tile * QUERIES, tokens);
+                    finish_queries(query_tile, head, tile * QUERIES, tokens);
                     work.start(query_tile);
                 }
                 const int next = chunk + LOOKAHEAD;
                 if (next < chunks) {
                     const int next_slot = RESIDENT ? next : (slot + LOOKAHEAD) % RING;
-                    copy_chunk(slots + next_slot * SLOT, Head(splits).keys(qkv, tokens), next * CHUNK, tokens, qkv);
+                    copy_chunk(slots + next_slot * SLOT, warp, head, next * CHUNK, tokens, qkv);
                 }
                 cp_async_commit();
             }
-            if (tile < end) work.attend_chunk(slots + slot * SLOT, scale, tokens - chunk * CHUNK, chunk == 0);
+            if (tile < end) work.attend_chunk(slots + slot * SLOT, scale, tokens - chunk * CHUNK);
             slot = RESIDENT ? slot + 1 : (slot + 1) % RING;
         }
         if (tile < end) {
-            const long long head = Head(splits).index;
-            work.store(out + head * VALUE_DIM * tokens, lse + head * tokens, tile * QUERIES, tokens);
+            const long long row = static_cast<long long>(head_index) * tokens;
+            work.store(out + row * VALUE_DIM, lse + row, tile * QUERIES, tokens);
         }
         if constexpr (!RESIDENT) break;
     }

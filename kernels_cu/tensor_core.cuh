@@ -133,4 +133,36 @@ __device__ __forceinline__ unsigned pack2(float low, float high, __nv_bfloat16) 
     return pair;
 }
 
+// ---- an address in shared memory that stays in a register ----
+// From a pointer, compilers derive it anew at each use, and wait for what tells where shared memory begins.
+
+struct SharedAddress {
+    unsigned address;
+    __device__ __forceinline__ explicit SharedAddress(const void* pointer) {
+        asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(within_shared(pointer)));
+    }
+    __device__ __forceinline__ SharedAddress operator+(int bytes) const {
+        SharedAddress sum = *this;
+        sum.address += bytes;
+        return sum;
+    }
+};
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row.address));
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row.address));
+}
+
+// The same number, of which the compiler knows nothing: what is derived from it is derived here, and takes no
+// register in the loops around.
+__device__ __forceinline__ int derived_here(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
 #endif

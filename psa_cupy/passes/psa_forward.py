@@ -32,7 +32,6 @@ class Tile:
     lookahead: int
     resident: bool
     min_blocks: int
-    groups: int = 1
 
     @property
     def queries(self) -> int:

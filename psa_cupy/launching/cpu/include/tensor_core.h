@@ -86,3 +86,12 @@ inline unsigned pack2(float low, float high, __half) {
 inline unsigned pack2(float low, float high, __nv_bfloat16) {
     return cuda_on_cpu::bfloat16_from_float(low) | (unsigned)cuda_on_cpu::bfloat16_from_float(high) << 16;
 }
+
+struct SharedAddress {
+    const char* address;
+    explicit SharedAddress(const void* pointer) : address(static_cast<const char*>(pointer)) {}
+    SharedAddress operator+(int bytes) const { return SharedAddress(address + bytes); }
+};
+inline void ldmatrix_x4(unsigned (&r)[4], SharedAddress row) { ldmatrix_x4(r, row.address); }
+inline void ldmatrix_x4_trans(unsigned (&r)[4], SharedAddress row) { ldmatrix_x4_trans(r, row.address); }
+inline int derived_here(int number) { return number; }
