@@ -40,13 +40,14 @@ constexpr int QUERIES = 16 * QUERY_TILES;
 constexpr int GROUP = 16;  // keys
 constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 constexpr int PARTS = (VALUE_DIM + VALUE_PART - 1) / VALUE_PART;
-constexpr int COLUMNS = VALUE_PART / 8;  // accumulator tiles of 16 queries x 8 channels
 constexpr int HEADROOM = 6;
 constexpr unsigned WARP = 0xffffffffu;
 
 __host__ __device__ constexpr int round_up(int value, int unit) {
     return (value + unit - 1) / unit * unit;
 }
+// Accumulator tiles of 16 queries x 8 channels.
+constexpr int COLUMNS = (PARTS == 1 ? round_up(VALUE_DIM, 8) : VALUE_PART) / 8;
 
 __device__ __forceinline__ float power_of_two(float x) {
     return exp2_approx(x);
@@ -177,7 +178,7 @@ struct Product<float> {
 #pragma unroll
             for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
+                for (int j = 0; j < 2 && i + j < COLUMNS; j++) {
                     float sum[4] = {};
                     add_small(sum, a[t], b[j]);
                     mma_m16n8k16(sum, a[t][0], b[j][0], sum, Stored());

@@ -17,6 +17,8 @@ from psa_cupy.passes.descriptor import PSAProblem
 NAME = "portable"
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+_MAX_REGISTERS = 255
+"""Of a thread."""
 _BLOCK_RESERVE = 1024
 """Shared memory that the system takes of a multiprocessor for each block, in bytes."""
 
@@ -52,16 +54,19 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
 
 
 def choose_tile(problem: PSAProblem, device: Device) -> Tile:
-    """The first tile, best first, whose registers and shared memory suffice for the blocks it asks for."""
+    """The first tile, best first, whose registers and shared memory suffice for the blocks it asks for.
+
+    Two tiles of queries per warp read and split K and V half as often, where enough blocks are left.
+    """
     geometry = problem.geometry
     part = _value_part(problem)
-    candidates = [Tile(4, 1, 32, 3, part), Tile(4, 1, 32, 2, part), Tile(4, 1, 16, 2, part)]
-    for tile in candidates:
-        room = (device.shared_bytes + _BLOCK_RESERVE) // tile.min_blocks - _BLOCK_RESERVE
-        enough_registers = _registers(problem, part) <= 65536 // (32 * tile.warps * tile.min_blocks)
-        if enough_registers and shared_bytes(tile, geometry, problem.dtype) <= room:
-            return tile
-    return Tile(4, 1, 16, 1, part)
+    candidates = [Tile(4, 1, chunk, blocks, part) for blocks in (4, 3, 2) for chunk in (32, 16)]
+    double = Tile(4, 2, 32, 2, part)
+    blocks = geometry.bh * -(-geometry.value_dim // part) * -(-geometry.tokens // double.queries)
+    if blocks >= double.min_blocks * device.multiprocessors:
+        candidates.insert(0, double)
+    fitting = (tile for tile in candidates if _fits(problem, device, tile))
+    return next(fitting, Tile(4, 1, 16, 1, part))
 
 
 def plan_with(tile: Tile, problem: PSAProblem) -> Plan:
@@ -107,21 +112,31 @@ def shared_bytes(tile: Tile, geometry: PSAGeometry, dtype: np.dtype) -> int:
     return rows * (2 * 3 * 2 * (tile.chunk + 8) + 4 * tile.chunk)
 
 
+def _fits(problem: PSAProblem, device: Device, tile: Tile) -> bool:
+    room = (device.shared_bytes + _BLOCK_RESERVE) // tile.min_blocks - _BLOCK_RESERVE
+    if shared_bytes(tile, problem.geometry, problem.dtype) > room:
+        return False
+    threads = 32 * tile.warps * tile.min_blocks
+    there_are = min(_MAX_REGISTERS, 65536 // threads // 8 * 8)  # of a multiprocessor's, by eights
+    return _registers(problem, tile.query_tiles, tile.value_part) <= there_are
+
+
 def _value_part(problem: PSAProblem) -> int:
     """Channels of V that a block takes: of equal parts, as many as a warp has registers for."""
     unit = 16 if problem.dtype == np.float32 else 8
     value_dim = problem.geometry.value_dim
     parts = 1
-    while _registers(problem, _round_up(-(-value_dim // parts), unit)) > 255:
+    while _registers(problem, 1, _round_up(-(-value_dim // parts), unit)) > _MAX_REGISTERS:
         parts += 1
     return _round_up(-(-value_dim // parts), unit)
 
 
-def _registers(problem: PSAProblem, value_part: int) -> int:
-    """An estimate for one tile of 16 queries: operands, sums, and what a group of keys needs."""
+def _registers(problem: PSAProblem, query_tiles: int, value_part: int) -> int:
+    """An estimate for a thread: Q and sums of its tiles, and what a group of keys needs."""
+    key_dim = problem.geometry.key_dim
     if problem.dtype == np.float64:
-        return 4 * -(-problem.geometry.key_dim // 4) + value_part + 84
-    return 12 * -(-problem.geometry.key_dim // 16) + value_part // 2 + 76
+        return query_tiles * (4 * -(-key_dim // 4) + value_part + 32) + 30
+    return query_tiles * (12 * -(-key_dim // 16) + value_part // 2 + 32) + 44
 
 
 def _round_up(value: int, unit: int) -> int:
