@@ -1,32 +1,31 @@
-// The backward of fused attention on wgmma and TMA (sm_90a): d_qkv from d_out, qkv, out and lse, NCHW to
-// NCHW.
+// The backward of fused attention on wgmma and TMA (sm_90a): d_qkv from d_out, qkv, out and lse.
 //
 // Layout: qkv, d_qkv (BH, 2 KEY_DIM + VALUE_DIM, tokens); out, d_out, d_v_branch (BH, VALUE_DIM, tokens);
 //     lse (BH, tokens) float32. tokens % 8 == 0, bases 16-byte aligned. The copy engine reads q, k, v and
 //     d_out through 3-D maps (tokens, channels, BH) in boxes of 64 tokens by all channels, the channels
 //     rounded up to whole steps of 16: what is missing in tokens or channels arrives as zeros.
 // Work: a head is cut into tiles of 64 tokens. A key task owns dK and dV of a tile of keys, a query task dQ
-//     of a tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup runs
-//     a task: its tile is stationary (operand A), all tokens of the other side pass by in boxes (operand B):
+//     of a tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup
+//     runs a task: its tile is stationary (operand A), all tokens of the other side pass by in boxes
+//     (operand B):
 //                 stationary   moving    per step of 32 moving tokens
 //         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
 //         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
-//     with P = exp2(S scale log2 e - lse log2 e), dS = P (dP - delta), delta = rowsum(d_out out). P and dS go
-//     from accumulators to operand A in registers.
-// Order: products of different steps overlap the elementwise part of a step. One buffer: S, then dP, of the
-//     next step, then the updates by this one; exponentials start as soon as S is there. Two buffers: S and
-//     dP of the next step are started before the elementwise part of this one.
-// Grid: 1-D: waves of heads_per_wave heads; in a wave first all key blocks, then all query blocks in
-//     reverse; a block has tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w
-//     takes every WARPGROUPS-th tile from the w-th.
+//     with P = exp2(S scale log2 e - lse log2 e), dS = P (dP - delta), delta = rowsum(d_out out). P and dS
+//     go from accumulators to operand A in registers.
+// Order: a step's S and dP are started before the updates by the step before it. The exponentials of S run
+//     while dP and those updates are still multiplied, and dS while the updates are.
+// Grid: 1-D: waves of heads_per_wave heads, in a wave first all key blocks, then all query blocks; a block
+//     has tiles_per_block tiles of one head and kind. Block: WARPGROUPS * 128; warpgroup w takes every
+//     WARPGROUPS-th tile from the w-th.
 // Shared memory: a box per warpgroup (its tile), STAGES boxes (moving), STAGES * 64 pairs (lse log2 e and
-//     delta), barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block. A
-//     key block then computes the pairs of all queries, a warp per box, with d_out from the box; a warp of a
-//     query task those of its own 16 queries, in registers. Otherwise the boxes are a ring, a block has at
+//     delta), barriers. RESIDENT: STAGES boxes hold the whole head, loaded once for all tiles of the block.
+//     A key block then computes the pairs of all queries, a warp per box, with d_out from the box; a warp of
+//     a query task those of its own 16 queries, in registers. Otherwise the boxes are a ring, a block has at
 //     most WARPGROUPS tiles, and psa_backward_hopper_rows has written the pairs.
 // Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warpgroup
-//     whose tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in a
-//     fixed order.
+//     whose tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in
+//     a fixed order.
 #include "common.cuh"
 #include "tensor_core.cuh"
 #include "tensor_core_hopper.cuh"
@@ -93,12 +92,11 @@ struct Shared {
 // What a block works on. The maps are of the operands with KEY_DIM and with VALUE_DIM channels.
 struct Work {
     const TensorMap *stationary_key, *stationary_value, *moving_key, *moving_value;
-    const T *qkv, *out, *d_out, *d_v_branch;
+    const T *out, *d_v_branch;
     const float* lse;
     const float2* rows;  // of all heads, whole boxes each
     T* d_qkv;
-    int bh, next_bh;  // of the block that runs here one wave later, or -1
-    int tokens, first_tile, last_tile;
+    int bh, tokens, first_tile, last_tile;
     float scale, scale_log2;
     float2 log2_e;  // in two words
 };
@@ -355,14 +353,16 @@ __device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N
     }
 }
 
-template <bool FIRST, class A, class B>
-__device__ __forceinline__ auto& choose(A& a, B& b) {
-    if constexpr (FIRST) {
-        return a;
-    } else {
-        return b;
+// A place in the ring, and the parity of the barrier phase that its visitor waits for.
+struct Slot {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
     }
-}
+};
 
 // All tasks of a block.
 template <bool KEYS>
@@ -387,28 +387,15 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
     if (RESIDENT && KEYS) {
         fill_pairs(shared, memory, pairs, work);
     }
-    if (PREFETCH && KEYS && RESIDENT && threadIdx.x == 0 && work.first_tile == 0 && work.next_bh >= 0) {
-        const long long head = work.next_bh, elements = static_cast<long long>(VALUE_DIM) * work.tokens;
-        prefetch_to_l2(work.qkv + head * HEAD_CHANNELS * work.tokens, HEAD_CHANNELS * work.tokens * 2);
-        prefetch_to_l2(work.d_out + head * elements, VALUE_DIM * work.tokens * 2);
-        prefetch_to_l2(work.out + head * elements, VALUE_DIM * work.tokens * 2);
-    }
-    if (TURNS && warpgroup == WARPGROUPS - 1) {
-        named_barrier_arrive(8, 256);
-    }
 
     const unsigned long long stationary = wgmma_descriptor(shared.tile(warpgroup));
     const unsigned long long moving = wgmma_descriptor(shared.box(0));
 #pragma unroll 1
     for (int tile = work.first_tile + warpgroup; tile < work.last_tile; tile += WARPGROUPS) {
-        constexpr bool IN_REGISTERS = KEYS ? KEYS_IN_REGISTERS : QUERIES_IN_REGISTERS;
+        constexpr bool IN_REGISTERS = !KEYS || KEYS_IN_REGISTERS;
         unsigned key_a[KEY_STEPS][4], value_a[VALUE_STEPS][4];
-        constexpr int BUFFERS = KEYS ? KEY_BUFFERS : QUERY_BUFFERS;
-        constexpr bool SPLIT = BUFFERS == 1 && SPLIT_SCORES;
-        float s[16], d_p[16], s_second[BUFFERS == 2 ? 16 : 1], d_p_second[BUFFERS == 2 ? 16 : 1];
-        auto& s_odd = choose<BUFFERS == 2>(s_second, s);
-        auto& d_p_odd = choose<BUFFERS == 2>(d_p_second, d_p);
-        float d_key[KEY_COLUMNS / 2] = {}, d_value[VALUE_COLUMNS / 2] = {};
+        float s[16], d_p[16];
+        float d_key[KEY_COLUMNS / 2] = {}, d_value[VALUE_COLUMNS / 2] = {};  // a query task's d_key is dQ
         unsigned p_a[2][4], d_s_a[2][4];
         float2 row[2];  // the pairs of a query task's two rows in this thread
 
@@ -431,32 +418,16 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             pin(d_value);
         }
 
-        // Warpgroups start their products in turn, so that one's elementwise part meets another's products.
-        const bool in_turns = TURNS && tile - warpgroup + WARPGROUPS <= work.last_tile;
-        const auto take_turn = [&] {
-            if (in_turns) {
-                named_barrier_sync(8 + warpgroup, 256);
-            }
-        };
-        const auto pass_turn = [&] {
-            if (in_turns) {
-                named_barrier_arrive(8 + (warpgroup + 1) % WARPGROUPS, 256);
-            }
-        };
-        // S and dP of a step.
-        const auto start_scores = [&](float (&s)[16], float (&d_p)[16], unsigned long long b) {
+        // S and dP of a step, in groups of their own: S is there first.
+        const auto start_scores = [&](unsigned long long b) {
             wgmma_fence();
             if (IN_REGISTERS) {
                 multiply(s, key_a, b);
-            } else {
-                multiply<KEY_STEPS>(s, stationary, b);
-            }
-            if (SPLIT) {
                 wgmma_commit();
-            }
-            if (IN_REGISTERS) {
                 multiply(d_p, value_a, b + VALUE_UNITS);
             } else {
+                multiply<KEY_STEPS>(s, stationary, b);
+                wgmma_commit();
                 multiply<VALUE_STEPS>(d_p, stationary + VALUE_UNITS, b + VALUE_UNITS);
             }
             wgmma_commit();
@@ -468,15 +439,10 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             update(d_key, d_s_a, b);
             wgmma_commit();
         };
-        // P and dS of a step, in place while the updates of the step before still run, then packed.
-        // LATER: groups that were committed after these updates and may stay in flight.
-        constexpr int LATER = BUFFERS - 1;
-        const auto finish_scores = [&](float (&s)[16], float (&d_p)[16], const float2* columns, bool last) {
-            wgmma_wait<LATER + 1 + SPLIT>();
+        // P and dS of a step, in place while the updates by the step before still run, then packed.
+        const auto finish_scores = [&](const float2* columns, bool last) {
+            wgmma_wait<2>();
             pin(s);
-            if (!SPLIT) {
-                pin(d_p);
-            }
             float2 column[8];  // columns 8 j + 2 (lane % 4) + {0, 1} of a key task are queries
             if (KEYS) {
 #pragma unroll
@@ -491,11 +457,9 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
                 const float2 pair = KEYS ? column[i / 4 * 2 + i % 2] : row[i / 2 % 2];
                 s[i] = exp2_approx(fmaf(s[i], work.scale_log2, -pair.x));
             }
-            if (SPLIT) {
-                wgmma_wait<LATER + 1>();
-                pin(s);
-                pin(d_p);
-            }
+            wgmma_wait<1>();
+            pin(s);
+            pin(d_p);
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 const float2 pair = KEYS ? column[i / 4 * 2 + i % 2] : row[i / 2 % 2];
@@ -509,7 +473,7 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
                 }
                 pin(d_p);  // keeps this a branch
             }
-            wgmma_wait<LATER>();
+            wgmma_wait<0>();
             pin(d_key);
             if (KEYS) {
                 pin(d_value);
@@ -517,95 +481,50 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             }
             pack_fragments(d_s_a, d_p);
         };
-
-        if (BUFFERS == 2) {  // defined before the first product starts: ptxas would do it behind it
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                s[i] = d_p[i] = s_odd[i] = d_p_odd[i] = 0.f;
+        Slot slot, refill_slot;
+        // The slot before is free: it was last read by the updates that have just ended.
+        const auto pass_on_slot = [&](int box) {
+            if (lane == 0) {
+                mbarrier_arrive(shared.empty(slot.stage ? slot.stage - 1 : STAGES - 1));
             }
-            pin(s);
-            pin(d_p);
-            pin(s_odd);
-            pin(d_p_odd);
-        }
+            if (box >= REFILL_LAG) {
+                if (threadIdx.x == 0 && box - REFILL_LAG + STAGES < boxes) {
+                    mbarrier_wait(shared.empty(refill_slot.stage), refill_slot.parity);
+                    load_moving<KEYS>(shared, work, box - REFILL_LAG + STAGES, refill_slot.stage);
+                }
+                refill_slot.advance();
+                __syncwarp();
+            }
+        };
+
         mbarrier_wait(shared.full(0), 0);
-        start_scores(s, d_p, moving);
-        wgmma_commit();  // no updates yet: an empty group in their place
-        int stage = 0, parity = 0, refill_stage = 0, refill_parity = 0;
-        unsigned long long b = moving;  // the box at hand
+        start_scores(moving);
+        wgmma_commit();                 // no updates yet: an empty group in their place
+        unsigned long long b = moving;  // the step at hand
 #pragma unroll 1
         for (int box = 0;; ++box) {
-            const float2* columns = pairs + stage * TILE;
-            if (BUFFERS == 2) {
-                start_scores(s_odd, d_p_odd, b + STEP_UNITS);
-            }
-            finish_scores(s, d_p, columns, 2 * box + 1 == steps);
-            if (!RESIDENT && box > 0) {  // the box before was last read by the updates that have just ended
-                if (lane == 0) {
-                    mbarrier_arrive(shared.empty(stage ? stage - 1 : STAGES - 1));
-                }
-                if (box >= REFILL_LAG) {
-                    if (threadIdx.x == 0 && box - REFILL_LAG + STAGES < boxes) {
-                        mbarrier_wait(shared.empty(refill_stage), refill_parity);
-                        load_moving<KEYS>(shared, work, box - REFILL_LAG + STAGES, refill_stage);
-                    }
-                    if (++refill_stage == STAGES) {
-                        refill_stage = 0;
-                        refill_parity ^= 1;
-                    }
-                    __syncwarp();
-                }
+            const float2* columns = pairs + slot.stage * TILE;
+            finish_scores(columns, 2 * box + 1 == steps);
+            if (!RESIDENT && box > 0) {
+                pass_on_slot(box);
             }
             if (2 * box + 1 == steps) {
-                if (BUFFERS == 2) {
-                    wgmma_wait<0>();
-                    pin(s_odd);
-                    pin(d_p_odd);
-                }
                 break;
             }
-            take_turn();
-            if (BUFFERS == 1) {
-                start_scores(s, d_p, b + STEP_UNITS);
-            } else {
-                wgmma_fence();
-            }
+            start_scores(b + STEP_UNITS);
             start_updates(b);
-            pass_turn();
+            b += STEP_UNITS;
 
-            const unsigned long long second_half = b + STEP_UNITS;
-            if (++stage == STAGES) {
-                stage = 0;
-                parity ^= 1;
-            }
-            b = moving + static_cast<unsigned long long>(stage * BOX_UNITS);
-            if (BUFFERS == 2) {  // beyond the last box these scores are of old data and not used
-                if (box + 1 < boxes) {
-                    mbarrier_wait(shared.full(stage), parity);
-                }
-                start_scores(s, d_p, b);
-            }
-            finish_scores(s_odd, d_p_odd, columns + STEP, 2 * box + 2 == steps);
+            finish_scores(columns + STEP, 2 * box + 2 == steps);
             if (2 * box + 2 == steps) {
-                if (BUFFERS == 2) {
-                    wgmma_wait<0>();
-                    pin(s);
-                    pin(d_p);
-                }
-                b = second_half;
                 break;
             }
-            if (BUFFERS == 1) {
-                mbarrier_wait(shared.full(stage), parity);
-            }
-            take_turn();
-            if (BUFFERS == 1) {
-                start_scores(s, d_p, b);
-            } else {
-                wgmma_fence();
-            }
-            start_updates(second_half);
-            pass_turn();
+            slot.advance();
+            mbarrier_wait(shared.full(slot.stage), slot.parity);
+            const unsigned long long next = moving + static_cast<unsigned long long>(slot.stage * BOX_UNITS);
+            start_scores(next);
+            start_updates(b);
+            b = next;
         }
         wgmma_fence();
         start_updates(b);
@@ -641,11 +560,10 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     psa_backward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                         const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap d_out_map,
-                        const T* __restrict__ qkv, const T* __restrict__ out, const T* __restrict__ d_out,
-                        const float* __restrict__ lse, const float2* __restrict__ rows,
-                        const T* __restrict__ d_v_branch, T* __restrict__ d_qkv, int heads,
-                        int heads_per_wave, int tiles_per_block, int tokens, float scale, float scale_log2,
-                        float log2_e, float log2_e_low) {
+                        const T* __restrict__ out, const float* __restrict__ lse,
+                        const float2* __restrict__ rows, const T* __restrict__ d_v_branch,
+                        T* __restrict__ d_qkv, int heads, int heads_per_wave, int tiles_per_block, int tokens,
+                        float scale, float scale_log2, float log2_e, float log2_e_low) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
 
@@ -654,13 +572,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int wave = blockIdx.x / (2 * heads_per_wave * blocks_per_head);
     const int first_head = wave * heads_per_wave;
     const int key_blocks = min(heads_per_wave, heads - first_head) * blocks_per_head;
-    int block = blockIdx.x - wave * (2 * heads_per_wave * blocks_per_head);
-    const bool is_keys = block < key_blocks;
-    if (!is_keys) {  // in reverse: a multiprocessor with a long key block gets a short query block
-        block = REVERSE_QUERIES ? 2 * key_blocks - 1 - block : block - key_blocks;
-    }
+    const int block_of_wave = blockIdx.x - wave * (2 * heads_per_wave * blocks_per_head);
+    const bool is_keys = block_of_wave < key_blocks;
+    const int block = is_keys ? block_of_wave : block_of_wave - key_blocks;
     const int bh = warp_uniform(first_head + block / blocks_per_head);
-    const int next_bh = bh + heads_per_wave < heads ? bh + heads_per_wave : -1;
     const int first_tile = warp_uniform(block % blocks_per_head * tiles_per_block);
     const int last_tile = min(first_tile + tiles_per_block, tiles);
 
@@ -677,16 +592,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
     __syncthreads();
 
+    const float2 both_log2_e = make_float2(log2_e, log2_e_low);
     if (is_keys) {
-        run<true>(
-            shared, memory,
-            Work{&k_map, &v_map, &q_map, &d_out_map, qkv, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
-                 next_bh, tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
+        run<true>(shared, memory,
+                  Work{&k_map, &v_map, &q_map, &d_out_map, out, d_v_branch, lse, rows, d_qkv, bh, tokens,
+                       first_tile, last_tile, scale, scale_log2, both_log2_e});
     } else {
-        run<false>(
-            shared, memory,
-            Work{&q_map, &d_out_map, &k_map, &v_map, qkv, out, d_out, d_v_branch, lse, rows, d_qkv, bh,
-                 next_bh, tokens, first_tile, last_tile, scale, scale_log2, make_float2(log2_e, log2_e_low)});
+        run<false>(shared, memory,
+                   Work{&q_map, &d_out_map, &k_map, &v_map, out, d_v_branch, lse, rows, d_qkv, bh, tokens,
+                        first_tile, last_tile, scale, scale_log2, both_log2_e});
     }
 }
 
