@@ -284,10 +284,12 @@ class _Tile:
         return row_channels * row_pitch + (column_channels + self.block_rows) * column_pitch
 
 
-_TILES = tuple(
-    _Tile(warps, rows, columns) for warps in (4, 2) for rows in (8, 4, 2, 1) for columns in (4, 2, 1)
+_TILES = sorted(
+    (_Tile(warps, rows, columns) for warps in (4, 2) for rows in (8, 4, 2, 1) for columns in (4, 2, 1)),
+    key=lambda tile: (tile.warps, tile.rows * tile.columns / (tile.rows + tile.columns), tile.rows),
+    reverse=True,
 )
-"""In order of preference: larger tiles read less shared memory for each multiplication."""
+"""In order of preference: more multiplications for each number read from shared memory."""
 
 _FORWARD_REGISTERS, _BACKWARD_REGISTERS = 128, 176
 """The most 32-bit registers of a thread that may hold scores and sums; the rest is for operands."""

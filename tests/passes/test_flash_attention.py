@@ -395,7 +395,8 @@ class TestPlans:
         problem = module.FlashProblem(100_000, 400, 400, 32, 64, np.dtype(np.float32), 1.0)
         for direction in ("forward", "backward"):
             for launch in FLASH_ATTENTION.plan(direction, problem, DEVICE).launches:
-                assert launch.grid == (400_000, 1, 1)
+                assert launch.grid[0] >= 400_000
+                assert launch.grid[1:] == (1, 1)
 
     def test_a_small_problem_gets_more_and_smaller_blocks(self):
         large, small = (
