@@ -37,7 +37,7 @@ class Row:
 
     name: str
     work: str
-    """forward, backward or both."""
+    """forward, backward, both, or host: the time a forward call takes the host, which does not wait."""
     layout: str
     """NCHW, or given: layout changes are free."""
     shape: tuple[int, int, int]
@@ -138,9 +138,10 @@ def _run(console, machine, tasks, rates):
 
 
 def _measure(machine: Machine, task: _Task, rates) -> Row:
-    seconds = machine.median_seconds(task.make())
+    time_of = machine.host_seconds if task.work == "host" else machine.median_seconds
+    seconds = time_of(task.make())
     limit = None
-    if rates is not None:
+    if rates is not None and task.work != "host":
         works = ("forward", "backward") if task.work == "both" else (task.work,)
         geometry = task.shape.geometry(task.key_dim)
         limit = sum(ceilings.limit_seconds(rates, geometry, task.dtype, work) for work in works) * 1e6
@@ -194,6 +195,22 @@ def _own_work(machine: Machine, shape: _Shape, dtype: np.dtype, key_dim: int):
         yield name, "forward", make_forward
         yield name, "backward", make_backward
         yield name, "both", make_both
+    if machine.on_gpu and geometry.batch == 1:
+        yield from _host_work(inputs, heads)
+
+
+def _host_work(inputs, heads):
+    def make_allocating():
+        qkv, _ = inputs()
+        return lambda: psa_cupy.psa_forward(qkv, heads)
+
+    def make_given():
+        qkv, _ = inputs()
+        out, lse = psa_cupy.psa_forward(qkv, heads)
+        return lambda: psa_cupy.psa_forward(qkv, heads, out=out, lse=lse)
+
+    yield "psa_cupy, results allocated", "host", make_allocating
+    yield "psa_cupy, targets given", "host", make_given
 
 
 def _table(shape: _Shape, rows: list[Row]) -> Table:

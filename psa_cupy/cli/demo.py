@@ -57,7 +57,14 @@ def _add_rows(table: Table, machine: Machine, shape: ModelShape, batch: int, dty
     }
     for name, (function, ratio) in timed.items():
         seconds = machine.median_seconds(function)
-        table.add_row(shape.models, "x".join(map(str, qkv.shape)), dtype.name, name, format_time(seconds), f"{ratio:.2f}")
+        table.add_row(
+            shape.models,
+            "x".join(map(str, qkv.shape)),
+            dtype.name,
+            name,
+            format_time(seconds),
+            f"{ratio:.2f}",
+        )
     return max(forward, backward)
 
 
