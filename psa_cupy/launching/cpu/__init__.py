@@ -52,7 +52,7 @@ def cpu_kernels(checked: bool = False) -> Iterator[None]:
     ----------
     checked : bool
         Also watch every access of the kernels to memory: races, bounds, uninitialised shared memory, missing
-        waits for asynchronous copies, alignment. Two to ten times slower.
+        waits for asynchronous copies, alignment. Up to twenty times slower, forty for tiny calls.
 
     Raises
     ------
