@@ -114,7 +114,7 @@ struct Rows {
                                                 const T* qkv) {
         const int lane = derived_here(threadIdx.x % 32), unit = lane % UNITS;
         if (lane >= AT_ONCE * UNITS) return;
-#pragma unroll
+#pragma unroll WIDTH != 8 ? 1 : QUERY_TILES * KEY_STEPS == 4 ? 2 : 4  // as far as registers allow
         for (int step = 0; step < COUNT; step += STRIDE) {
             const int row = step + sharer * AT_ONCE + lane / UNITS, channel = channel_of(row);
             if (step + STRIDE > COUNT && row >= COUNT) return;
@@ -342,7 +342,7 @@ struct QueryTile {
 #pragma unroll 1
             while (first + 16 <= left && attend(keys + first * ELEMENT, scale))
                 first += 16;
-            if (first >= left) break;
+            if (left <= first) break;
             attend_with_care(keys + first * ELEMENT, scale, left - first - lane % 4 * 2);
         }
     }
