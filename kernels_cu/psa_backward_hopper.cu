@@ -6,8 +6,7 @@
 //     rounded up to whole steps of 16: what is missing in tokens or channels arrives as zeros.
 // Work: a head is cut into tiles of 64 tokens. A key task owns dK and dV of a tile of keys, a query task dQ
 //     of a tile of queries, so S and dP are computed twice and no sum ever crosses a task. One warpgroup
-//     runs a task: its tile is stationary (operand A), all tokens of the other side pass by in boxes
-//     (operand B):
+//     runs a task: its tile is stationary (operand A), all tokens of the other side move past (operand B):
 //                 stationary   moving    per step of 32 moving tokens
 //         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
 //         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
@@ -24,8 +23,8 @@
 //     a query task those of its own 16 queries, in registers. Otherwise the boxes are a ring, a block has at
 //     most WARPGROUPS tiles, and psa_backward_hopper_rows has written the pairs.
 // Repeatable: every element of d_qkv is written once (ACCUMULATE: receives one addition), by the warpgroup
-//     whose tile holds its token: a key task for K and V channels, a query task for Q channels. Sums run in
-//     a fixed order.
+//     whose tile holds its token: a key task for K and V channels, a query task for Q channels. All sums run
+//     in a fixed order.
 #include "common.cuh"
 #include "tensor_core.cuh"
 #include "tensor_core_hopper.cuh"
@@ -149,8 +148,7 @@ __device__ __forceinline__ float2 make_pair(float lse, float2 log2_e, float delt
 }
 
 // sum[i] += the products of out and d_out at token i of eight, over every CHANNEL_STEP-th channel from
-// `channel` on: out in registers, d_out in a box, whose rows are channels; `unit` is the tokens' place in a
-// row.
+// `channel` on. out is in registers, d_out in a box: its rows are channels, the tokens the unit-th in a row.
 template <int CHANNEL_STEP, int CHANNELS>
 __device__ __forceinline__ void add_products_of_box(float (&sum)[8], const uint4 (&out)[CHANNELS],
                                                     const unsigned char* rows, int channel, int unit) {
@@ -201,8 +199,7 @@ __device__ constexpr int largest_divisor(int value, int most) {
 }
 
 // The pairs of all queries for a key block, a warp per box: lane % 8 is the unit of eight tokens, lane / 8
-// the first of every fourth channel. Loads of out are in flight before the box is waited for, which brings
-// d_out.
+// the first of every fourth channel. out is on its way while the box, with d_out, is waited for.
 __device__ __forceinline__ void fill_pairs(const Shared& shared, const unsigned char* memory, float2* pairs,
                                            const Work& work) {
     constexpr int ALL = 16 * VALUE_STEPS / 4, MOST = THREADS * BLOCKS_PER_SM > 384 ? 8 : 16;  // for registers
@@ -245,6 +242,7 @@ struct TileRows {
     uint4 out[VALUE_STEPS];
     float lse[2];
 
+    // From the warp's first token on.
     __device__ void load(const Work& work, int token, int lane) {
         load_out<16>(out, work, lane / 2, token + lane % 2 * 8);
 #pragma unroll
@@ -353,6 +351,41 @@ __device__ __forceinline__ void write(T* to, const T* branch, const float (&d)[N
     }
 }
 
+// The gradients of a warp's tokens: dK and dV, or dQ.
+template <bool KEYS>
+__device__ __forceinline__ void write_task(const Work& work, const float (&d_key)[KEY_COLUMNS / 2],
+                                           const float (&d_value)[VALUE_COLUMNS / 2], int token) {
+    const long long bh = work.bh, tokens = work.tokens;
+    T* d_head = work.d_qkv + bh * HEAD_CHANNELS * tokens;
+    if (KEYS) {
+        const T* branch = work.d_v_branch + bh * VALUE_DIM * tokens;
+        write<false, KEY_DIM>(d_head + KEY_DIM * tokens, nullptr, d_key, work.scale, token, work.tokens);
+        write<BRANCH, VALUE_DIM>(d_head + 2 * KEY_DIM * tokens, branch, d_value, 1.f, token, work.tokens);
+    } else {
+        write<false, KEY_DIM>(d_head, nullptr, d_key, work.scale, token, work.tokens);
+    }
+}
+
+// The pairs of a thread's columns 8 j + 2 (lane % 4) + {0, 1} of a step.
+__device__ __forceinline__ void load_columns(float2 (&column)[8], const float2* pairs, int lane) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float4 two = *reinterpret_cast<const float4*>(pairs + 8 * j + 2 * (lane % 4));
+        column[2 * j] = make_float2(two.x, two.y);
+        column[2 * j + 1] = make_float2(two.z, two.w);
+    }
+}
+
+// Zeros in the columns of a step from the count-th on.
+__device__ __forceinline__ void clear_columns(float (&values)[16], int count, int lane) {
+    const int limit = count - 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        values[i] = i / 4 * 8 + i % 2 < limit ? values[i] : 0.f;
+    }
+    pin(values);  // keeps the caller's condition a branch
+}
+
 // A place in the ring, and the parity of the barrier phase that its visitor waits for.
 struct Slot {
     int stage = 0, parity = 0;
@@ -366,11 +399,11 @@ struct Slot {
 
 // All tasks of a block.
 template <bool KEYS>
-__device__ __forceinline__ void run(const Shared& shared, const unsigned char* memory, const Work& work) {
+__device__ __forceinline__ void run(const Shared& shared, unsigned char* memory, const Work& work) {
     const int warpgroup = warp_uniform(threadIdx.x / 128);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int boxes = (work.tokens + TILE - 1) / TILE, steps = (work.tokens + STEP - 1) / STEP;
-    float2* pairs = reinterpret_cast<float2*>(const_cast<unsigned char*>(memory) + PAIRS);
+    float2* pairs = reinterpret_cast<float2*>(memory + PAIRS);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < min(WARPGROUPS, work.last_tile - work.first_tile); ++i) {
@@ -439,18 +472,13 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             update(d_key, d_s_a, b);
             wgmma_commit();
         };
-        // P and dS of a step, in place while the updates by the step before still run, then packed.
+        // P and dS of a step, in place, then packed. In flight before: S, dP, the updates by the step before.
         const auto finish_scores = [&](const float2* columns, bool last) {
             wgmma_wait<2>();
             pin(s);
-            float2 column[8];  // columns 8 j + 2 (lane % 4) + {0, 1} of a key task are queries
+            float2 column[8];  // a key task's columns are queries
             if (KEYS) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const float4 two = *reinterpret_cast<const float4*>(columns + 8 * j + 2 * (lane % 4));
-                    column[2 * j] = make_float2(two.x, two.y);
-                    column[2 * j + 1] = make_float2(two.z, two.w);
-                }
+                load_columns(column, columns, lane);
             }
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
@@ -466,12 +494,7 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
                 d_p[i] = s[i] * (d_p[i] - pair.y);
             }
             if (!KEYS && last) {  // keys beyond the last have a score of 0, whose P may be inf
-                const int limit = work.tokens - (steps - 1) * STEP - 2 * (lane % 4);
-#pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    d_p[i] = i / 4 * 8 + i % 2 < limit ? d_p[i] : 0.f;
-                }
-                pin(d_p);  // keeps this a branch
+                clear_columns(d_p, work.tokens - (steps - 1) * STEP, lane);
             }
             wgmma_wait<0>();
             pin(d_key);
@@ -481,6 +504,7 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
             }
             pack_fragments(d_s_a, d_p);
         };
+
         Slot slot, refill_slot;
         // The slot before is free: it was last read by the updates that have just ended.
         const auto pass_on_slot = [&](int box) {
@@ -498,9 +522,9 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
         };
 
         mbarrier_wait(shared.full(0), 0);
-        start_scores(moving);
-        wgmma_commit();                 // no updates yet: an empty group in their place
         unsigned long long b = moving;  // the step at hand
+        start_scores(b);
+        wgmma_commit();  // no updates yet: an empty group in their place
 #pragma unroll 1
         for (int box = 0;; ++box) {
             const float2* columns = pairs + slot.stage * TILE;
@@ -544,16 +568,7 @@ __device__ __forceinline__ void run(const Shared& shared, const unsigned char* m
                 tile_rows.load(work, (tile + WARPGROUPS) * TILE + 16 * warp, lane);
             }
         }
-        const int token = tile * TILE + 16 * warp;
-        const long long bh = work.bh, tokens = work.tokens;
-        T* d_head = work.d_qkv + bh * HEAD_CHANNELS * tokens;
-        if (KEYS) {
-            const T* branch = work.d_v_branch + bh * VALUE_DIM * tokens;
-            write<false, KEY_DIM>(d_head + KEY_DIM * tokens, nullptr, d_key, work.scale, token, work.tokens);
-            write<BRANCH, VALUE_DIM>(d_head + 2 * KEY_DIM * tokens, branch, d_value, 1.f, token, work.tokens);
-        } else {
-            write<false, KEY_DIM>(d_head, nullptr, d_key, work.scale, token, work.tokens);
-        }
+        write_task<KEYS>(work, d_key, d_value, tile * TILE + 16 * warp);
     }
 }
 
