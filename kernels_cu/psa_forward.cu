@@ -1,4 +1,5 @@
-// The portable forward: attention of whole heads from and to NCHW on mma.sync, for 16-bit types, sm_80 and later.
+// The portable forward: attention of whole heads from and to NCHW on mma.sync, for 16-bit types, sm_80 and
+// later.
 //
 //   out = V softmax(scale * Q^T K)^T and lse = log of the sum of exp(scale * Q^T K), for every head
 //
@@ -7,8 +8,9 @@
 // Block    32 * WARPS threads. A warp owns one tile of QUERIES queries at a time, tile by tile, and walks
 //          over all keys, CHUNK at a time, in groups of 16
 // Shared   SLOTS chunks of K and V, then each warp's tile of Q (psa_forward.py: shared_bytes). RESIDENT: a
-//          slot for every chunk of the head; the block waits for the chunks one by one during its warps' first
-//          tiles, after which no warp waits for another. Otherwise a ring: a block has one tile for each warp
+//          slot for every chunk of the head; the block waits for the chunks one by one during its warps'
+//          first tiles, after which no warp waits for another. Otherwise a ring: a block has one tile for
+//          each warp
 // Writes   each address of out and lse once, by the warp that owns its query: repeatable
 //
 // Channel-major operands are what the fragments want. S = Q^T K with Q (ldmatrix.trans) as operand a and K
@@ -125,9 +127,10 @@ struct Rows {
         }
     }
 
-    // What copy brought, to where it belongs, in place; the warps and the rows as there. All lanes read a unit
-    // and the next before one of them writes.
-    static __device__ __forceinline__ void realign(T* rows, int sharer, const T* head, int first, int tokens) {
+    // What copy brought, to where it belongs, in place; the warps and the rows as there. All lanes read a
+    // unit and the next before one of them writes.
+    static __device__ __forceinline__ void realign(T* rows, int sharer, const T* head, int first,
+                                                   int tokens) {
         const int lane = derived_here(threadIdx.x % 32), unit = lane % UNITS;
         const Unit zeros = {};
 #pragma unroll 1
@@ -148,7 +151,8 @@ using Chunk = Rows<CHUNK, ROWS, KEY_DIM, WARPS>;  // of K and V
 using Queries = Rows<QUERIES, KEY_ROWS, 0, 1>;
 
 // K and V of CHUNK keys from `first` on; every warp of the block copies its share of the rows.
-__device__ __forceinline__ void copy_chunk(T* slot, int warp, const T* head, int first, int tokens, const T* qkv) {
+__device__ __forceinline__ void copy_chunk(T* slot, int warp, const T* head, int first, int tokens,
+                                           const T* qkv) {
     Chunk::copy(slot, warp, head, first, tokens, qkv);
 }
 
@@ -229,12 +233,12 @@ struct QueryTile {
         }
     }
 
-    // Scores to packed weights p[half] = {keys 0 to 7, keys 8 to 15}, which are added to total. TAIL: keys from
-    // `left` on (counted from the lane's first) do not exist. Returns whether one of the lane's weights reached
-    // 2 (or is no number).
+    // Scores to packed weights p[half] = {keys 0 to 7, keys 8 to 15}, which are added to total. TAIL: keys
+    // from `left` on (counted from the lane's first) do not exist. Returns whether one of the lane's weights
+    // reached 2 (or is no number).
     template <bool TAIL>
-    __device__ __forceinline__ bool weigh(unsigned (&p)[QUERY_TILES][2][2], RowValues& total,
-                                          const Scores& s, float scale, int left) const {
+    __device__ __forceinline__ bool weigh(unsigned (&p)[QUERY_TILES][2][2], RowValues& total, const Scores& s,
+                                          float scale, int left) const {
         unsigned any = 0;
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
@@ -243,7 +247,8 @@ struct QueryTile {
                 float weight[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    weight[i] = exp2_approx(fmaf(s[t][i / 2][2 * half + i % 2], scale, -reference.of[t][half]));
+                    weight[i] =
+                        exp2_approx(fmaf(s[t][i / 2][2 * half + i % 2], scale, -reference.of[t][half]));
                     if (TAIL && i / 2 * 8 + i % 2 >= left) weight[i] = 0;
                 }
                 total.of[t][half] += (weight[0] + weight[1]) + (weight[2] + weight[3]);
@@ -306,8 +311,8 @@ struct QueryTile {
         }
     }
 
-    // 16 keys; `keys` is the lane's row of the first matrix. False, and nothing done, if the references have to
-    // be raised first.
+    // 16 keys; `keys` is the lane's row of the first matrix. False, and nothing done, if the references have
+    // to be raised first.
     __device__ __forceinline__ bool attend(SharedAddress keys, float scale) {
         Scores s;
         multiply(s, keys);
@@ -364,7 +369,7 @@ struct QueryTile {
                 scale_columns(t, half, 1.0f / total, lane);
             }
             const int query = first + t * 16 + lane % 4 * 2;
-            T* target = out + static_cast<long long>(lane / 4) * tokens + query;  // of this channel, then of each 8th
+            T* target = out + static_cast<long long>(lane / 4) * tokens + query;
 #pragma unroll
             for (int step = 0; step < VALUE_STEPS; step++)
 #pragma unroll
@@ -372,7 +377,7 @@ struct QueryTile {
                     if (VALUE_DIM % 16 != 0 && step * 16 + i * 4 + lane / 4 >= VALUE_DIM) break;
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const float(&x)[4] = o[t][step][half];
+                        const float (&x)[4] = o[t][step][half];
                         store_pair(target + half * 8, tokens - query - half * 8, pack2(x[i], x[i + 1], T()));
                     }
                     target += 8 * static_cast<long long>(tokens);
@@ -394,8 +399,8 @@ struct QueryTile {
 
 // scale: of the scores, times log2(e).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    psa_forward(const T* __restrict__ qkv, T* __restrict__ out, float* __restrict__ lse, int tokens, int splits,
-                float scale) {
+    psa_forward(const T* __restrict__ qkv, T* __restrict__ out, float* __restrict__ lse, int tokens,
+                int splits, float scale) {
     extern __shared__ __align__(16) unsigned char shared_memory[];
     T* slots = reinterpret_cast<T*>(shared_memory);
     const int chunks = (tokens + CHUNK - 1) / CHUNK, warp = uniform(threadIdx.x / 32);
@@ -412,8 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (tile < end) copy_queries(query_tile, head, tile * QUERIES, tokens, qkv);
 #pragma unroll
     for (int chunk = 0; chunk < LOOKAHEAD; chunk++) {
-        if (chunk < chunks)
-            copy_chunk(slots + chunk * SLOT, warp, head, chunk * CHUNK, tokens, qkv);
+        if (chunk < chunks) copy_chunk(slots + chunk * SLOT, warp, head, chunk * CHUNK, tokens, qkv);
         cp_async_commit();  // group number `chunk`, possibly empty; the first brings Q, too
     }
 

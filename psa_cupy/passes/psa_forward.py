@@ -83,9 +83,9 @@ def _resident(geometry: PSAGeometry, device: Device) -> tuple[Tile, int] | None:
 
 
 def _streaming(geometry: PSAGeometry, device: Device) -> tuple[Tile, int]:
-    """For heads of any length: the largest tile of which a multiprocessor holds as many blocks as it shall."""
+    """For heads of any length: the largest tile that a multiprocessor holds `min_blocks` times."""
     if _has_few_channels(geometry):
-        warps = 7 if 224 < geometry.tokens <= 448 else 8  # seven: 400 queries are no three halves of a block
+        warps = 7 if 224 < geometry.tokens <= 448 else 8  # 400 queries: two blocks
         shapes = [(warps, 2, 64, 3, 2), (warps, 2, 32, 2, 2)]
     else:
         query_tiles = 1 if _has_many_channels(geometry) else 2

@@ -55,9 +55,9 @@ def assert_within_bounds(problem, results, qkv=None, scale=None):
 
 TABLE = pairwise(
     {
-        "dims": ((1, 2), (5, 24), (32, 64), (36, 72), (100, 3)),
+        # few, for each has to be compiled
+        "kind": (((5, 24), BF16), ((32, 64), BF16), ((32, 64), F16), ((36, 72), F16)),
         "tokens": (1, 7, 31, 33, 63, 65, 127, 128, 129, 130, 132),
-        "dtype": DTYPES,
         "magnitude": (1e-3, 1.0, 30.0, 3e3, 1e5),
         "offset": (0, 1),
     }
@@ -67,23 +67,25 @@ TABLE = pairwise(
 @executors("cpu", "gpu")
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(map(str, row.values())))
 def test_within_the_bounds(executor, row):
-    problem = problem_of(row["tokens"], row["dims"], row["dtype"], magnitude=row["magnitude"])
+    problem = problem_of(row["tokens"], *row["kind"], heads=1, magnitude=row["magnitude"])
     assert_within_bounds(problem, forward(executor, problem, offset=row["offset"]))
 
 
 @executors("cpu", "gpu")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [361, 400])
-def test_detectors_heads(executor, tokens, dtype):
-    for dims in ((32, 64), (36, 72)):
-        problem = problem_of(tokens, dims, dtype)
-        assert_within_bounds(problem, forward(executor, problem))
+@pytest.mark.parametrize(
+    ("tokens", "dims", "dtype"),
+    [(361, (32, 64), BF16), (400, (32, 64), F16), (361, (36, 72), F16), (400, (36, 72), BF16)],
+    ids=str,
+)
+def test_detectors_heads(executor, tokens, dims, dtype):
+    problem = problem_of(tokens, dims, dtype)
+    assert_within_bounds(problem, forward(executor, problem))
 
 
 @executors("cpu", "gpu")
-@pytest.mark.parametrize("dims", [(128, 256), (64, 128), (3, 200)], ids=str)
-def test_wide_heads(executor, dims):
-    problem = problem_of(65, dims, F16, heads=1)
+@pytest.mark.parametrize("dims", [(1, 2), (128, 256), (3, 200)], ids=str)
+def test_extreme_heads(executor, dims):
+    problem = problem_of(33, dims, F16, heads=1)
     assert_within_bounds(problem, forward(executor, problem))
 
 
@@ -96,7 +98,7 @@ def test_any_problem_on_a_gpu(executor, problem):
 @executors("checked")
 @pytest.mark.parametrize(
     ("tokens", "dims", "dtype", "offset"),
-    [(65, (32, 64), BF16, 0), (129, (5, 3), F16, 0), (62, (36, 72), BF16, 0), (200, (32, 64), BF16, 1)],
+    [(65, (32, 64), BF16, 0), (33, (36, 72), F16, 1), (200, (5, 24), BF16, 0)],
     ids=str,
 )
 def test_breaks_no_rule_of_cuda(executor, tokens, dims, dtype, offset):
@@ -110,12 +112,13 @@ WIDE_STREAMING = portable.Tile(2, 2, 32, lookahead=1, resident=False, min_blocks
 
 
 @executors("cpu", "checked")
-@pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(
-    ("tile", "splits"), [(RESIDENT, 1), (RESIDENT, 3), (STREAMING, 7), (WIDE_STREAMING, 4)], ids=str
+    ("tile", "splits", "offset"),
+    [(RESIDENT, 1, 0), (RESIDENT, 2, 1), (STREAMING, 4, 1), (WIDE_STREAMING, 2, 0)],
+    ids=str,
 )
 def test_every_kind_of_tile(executor, tile, splits, offset):
-    problem = problem_of(200, (16, 24), heads=1)
+    problem = problem_of(120, (5, 24), heads=1)  # K and V have rows of zeros
     g = problem.geometry
     operands = {
         "qkv": executor.array(problem.qkv(), offset=offset),
@@ -135,7 +138,7 @@ def test_every_kind_of_tile(executor, tile, splits, offset):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_that_rise_with_the_keys(executor, dtype):
     """Every group of keys asks for a higher reference than the one before."""
-    problem = problem_of(129, (16, 32), dtype)
+    problem = problem_of(129, (32, 64), dtype, heads=1)
     g = problem.geometry
     qkv = problem.qkv().reshape(g.bh, g.head_channels, g.tokens)
     qkv[:, g.key_dim : 2 * g.key_dim] = np.linspace(-40, 40, g.tokens)
@@ -157,15 +160,15 @@ def test_scale_is_a_value(executor, scale):
 @executors("cpu", "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_token(executor, dtype):
-    problem = problem_of(1, (36, 72), dtype, magnitude=30.0)
+    problem = problem_of(1, (32, 64), dtype, magnitude=30.0)
     out, _ = forward(executor, problem)
-    v = problem.qkv().reshape(2, -1)[:, 72:]
+    v = problem.qkv().reshape(2, -1)[:, 64:]
     np.testing.assert_array_equal(out.reshape(2, -1), v)
 
 
 @executors("cpu", "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [7, 127, 200])
+@pytest.mark.parametrize("tokens", [7, 127])
 def test_constant_values_come_out(executor, tokens, dtype):
     problem = problem_of(tokens, dtype=dtype, magnitude=4.0)
     g = problem.geometry
@@ -202,14 +205,14 @@ def test_a_vector_added_to_every_key_moves_only_lse(executor):
 @executors("cpu", "gpu")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_head(executor, bad):
-    problem = problem_of(65, (16, 32), heads=3)
+    problem = problem_of(65, heads=3)
     qkv = problem.qkv()
     clean_out, clean_lse = forward(executor, problem)
-    qkv.reshape(3, 64, 65)[1, 20, 30] = bad
+    qkv.reshape(3, 128, 65)[1, 40, 30] = bad  # of K
     out, lse = forward(executor, problem, qkv=qkv)
     assert not np.isfinite(lse[:, 1]).all()
     for head in (0, 2):
-        channels = slice(32 * head, 32 * head + 32)
+        channels = slice(64 * head, 64 * head + 64)
         assert out[:, channels].tobytes() == clean_out[:, channels].tobytes()
         assert lse[:, head].tobytes() == clean_lse[:, head].tobytes()
 
@@ -248,12 +251,19 @@ def test_tiles_fit_every_device(arch):
                 assert tile.resident or tiles_per_block <= tile.warps
 
 
+SPILLS = pairwise(
+    {
+        "arch": ("sm_80", "sm_90", "sm_100", "sm_120"),
+        "dims": ((32, 64), (36, 72)),
+        "tokens": (361, 398, 400, 1600),
+        "dtype": DTYPES,
+    }
+)
+
+
 @pytest.mark.skipif(not nvrtc.is_available, reason="CuPy (NVRTC) is not installed: the extra nvrtc")
-@pytest.mark.parametrize("tokens", [361, 400])
-@pytest.mark.parametrize("dims", [(32, 64), (36, 72)], ids=str)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_compiles_without_spills(arch, dims, tokens):
-    for dtype in DTYPES:
-        described = PSAProblem(PSAGeometry(64, 4, *dims, 1, tokens), dtype)
-        (launch,) = portable.plan(described, nvrtc.DEVICES[arch]).launches
-        assert nvrtc.compile_for(launch.kernel, arch).spilled_bytes == 0
+@pytest.mark.parametrize("row", SPILLS, ids=lambda row: "-".join(map(str, row.values())))
+def test_compiles_without_spills(row):
+    described = PSAProblem(PSAGeometry(64, 4, *row["dims"], 1, row["tokens"]), row["dtype"])
+    (launch,) = portable.plan(described, nvrtc.DEVICES[row["arch"]]).launches
+    assert nvrtc.compile_for(launch.kernel, row["arch"]).spilled_bytes == 0
