@@ -69,7 +69,7 @@ def run(
     operands
         The arrays that the plan's operands name, C-contiguous.
     checked
-        Watch every access: races, bounds, uninitialised shared memory, alignment. Two to ten times slower.
+        Watch every access: races, bounds, uninitialised shared memory, alignment. Up to twenty times slower.
     render
         Makes the CUDA C text of a kernel; tests pass their own.
 
