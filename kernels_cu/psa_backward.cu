@@ -3,7 +3,7 @@
 //
 // Layout: qkv, d_qkv (BH, 2 KEY_DIM + VALUE_DIM, tokens); out, d_out, d_v_branch (BH, VALUE_DIM, tokens);
 //     lse (BH, tokens). Any number of tokens; loads are COPY_BYTES wide, which divides every row.
-// Work: a head is cut into tiles of 16 tokens, a warp each. A key task (KEYS) owns dK and dV of its keys, a
+// Work: a head is cut into tiles of 16 or 32 tokens (TILE), a warp each. A key task (KEYS) owns dK and dV of its keys, a
 //     query task dQ of its queries, so S and dP are computed twice and no sum ever crosses a warp:
 //                 stationary   moving    per step of 16 moving tokens
 //         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
@@ -12,7 +12,7 @@
 //     go from accumulators to operand A in registers.
 // Grid: 1-D, bh * blocks_per_head + block; a block has tiles_per_block tiles. Block: 32 * WARPS.
 // Shared memory (dynamic): STAGES chunks of CHUNK moving tokens, channel-major, channels padded with zeros;
-//     STAGES * CHUNK pairs (lse log2 e, delta) in key tasks; per warp its stationary tile of 16 tokens.
+//     STAGES * CHUNK pairs (lse log2 e, delta) in key tasks; per warp its stationary tile.
 //     RESIDENT: the one chunk holds all tokens, loaded once, and each warp goes on to its next tile alone.
 //     Otherwise the chunks pass by, all warps of the block together.
 // Reads: everything but d_qkv. The query tasks come first, in a launch of their own: they need out, of which
@@ -27,7 +27,9 @@
 using Sum = Accumulator<T>;
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILE = 16;                           // stationary tokens of a warp
+constexpr int HALVES = TILE / 16;                  // of a warp's stationary tokens, for products of 16
+constexpr int TILE_PITCH = TILE + (TILE > 16 ? 8 : 0);
+constexpr int ROWS_UNIT = 32;                      // a head's pairs come in these
 constexpr int STEP = 16;                           // moving tokens of a step: two accumulator tiles of 16 x 8
 constexpr int CHANNEL_STEP = 32 / sizeof(T);       // channels of one product: 16, 8 or 4
 constexpr int ROW_UNIT = sizeof(T) == 2 ? 16 : 8;  // channels in shared memory come in these
@@ -46,7 +48,7 @@ constexpr int KEY_COLUMNS = (KEY_DIM + 7) / 8, VALUE_COLUMNS = (VALUE_DIM + 7) /
 constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 
 constexpr int MOVING = (KEY_ROWS + VALUE_ROWS) * PITCH;     // elements of a chunk
-constexpr int STATIONARY = (KEY_ROWS + VALUE_ROWS) * TILE;  // elements of a warp's tile
+constexpr int STATIONARY = (KEY_ROWS + VALUE_ROWS) * TILE_PITCH;  // elements of a warp's tile
 
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr float NO_QUERY = 1e30f;  // lse of a query beyond the last: exp2 gives 0
@@ -69,12 +71,12 @@ __device__ __forceinline__ double multiply_add(double a, double b, double c) {
     return fma(a, b, c);
 }
 
-// The matrix products of one element type, on tiles in shared memory (rows are channels). An accumulator tile
-// is 16 stationary tokens x 8; with g = lane / 4, t = lane % 4, d[0], d[1] are at (g, 2 t), (g, 2 t + 1) and
+// The matrix products of one element type, on tiles in shared memory (rows are channels), for every half of the
+// stationary tokens: what is read of the moving ones serves them all. An accumulator tile is 16 tokens x 8; with g = lane / 4, t = lane % 4, d[0], d[1] are at (g, 2 t), (g, 2 t + 1) and
 // d[2], d[3] at (g + 8, 2 t), (g + 8, 2 t + 1).
 //     Fragment      operand A: 16 stationary tokens x CHANNEL_STEP channels
-//     multiply      d[2] (16 x 16 moving tokens) += the product over CHANNEL_STEP channels
-//     update        d (16 x channels) += the product of p[2] over 16 moving tokens
+//     multiply      d[.][2] (16 x 16 moving tokens) += the product over CHANNEL_STEP channels
+//     update        d[.] (16 x channels) += the product of p[.][2] over 16 moving tokens
 // float16 and bfloat16: m16n8k16.
 template <class Element>
 struct Product {
@@ -84,33 +86,46 @@ struct Product {
 
     static __device__ __forceinline__ Fragment load(const Element* tile, int lane) {
         Fragment a;
-        ldmatrix_x4_trans(a.at, tile + (lane % 8 + lane / 16 * 8) * TILE + lane / 8 % 2 * 8);
+        ldmatrix_x4_trans(a.at, tile + (lane % 8 + lane / 16 * 8) * TILE_PITCH + lane / 8 % 2 * 8);
         return a;
     }
 
-    static __device__ __forceinline__ void multiply(float (&d)[2][4], const Fragment& a,
+    static __device__ __forceinline__ void multiply(float (&d)[HALVES][2][4], const Fragment (&a)[HALVES],
                                                     const Element* moving, int lane) {
         unsigned b[4];
         ldmatrix_x4_trans(b, moving + lane % 16 * PITCH + lane / 16 * 8);
         const unsigned first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-        mma_m16n8k16(d[0], a.at, first, d[0], Element());
-        mma_m16n8k16(d[1], a.at, second, d[1], Element());
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            mma_m16n8k16(d[h][0], a[h].at, first, d[h][0], Element());
+            mma_m16n8k16(d[h][1], a[h].at, second, d[h][1], Element());
+        }
     }
 
     template <int COLUMNS>
-    static __device__ __forceinline__ void update(float (&d)[COLUMNS][4], const float (&p)[2][4],
-                                                  const Element* moving, int lane) {
-        const unsigned a[4] = {pack2(p[0][0], p[0][1], Element()), pack2(p[0][2], p[0][3], Element()),
-                               pack2(p[1][0], p[1][1], Element()), pack2(p[1][2], p[1][3], Element())};
+    static __device__ __forceinline__ void update(float (&d)[HALVES][COLUMNS][4],
+                                                  const float (&p)[HALVES][2][4], const Element* moving,
+                                                  int lane) {
+        unsigned a[HALVES][4];
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                a[h][i] = pack2(p[h][i / 2][i % 2 * 2], p[h][i / 2][i % 2 * 2 + 1], Element());
+            }
+        }
         const Element* row = moving + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 8;
 #pragma unroll
         for (int i = 0; i < COLUMNS; i += 2) {
             unsigned b[4];
             ldmatrix_x4(b, row + i * 8 * PITCH);
             const unsigned first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-            mma_m16n8k16(d[i], a, first, d[i], Element());
-            if (i + 1 < COLUMNS) {
-                mma_m16n8k16(d[i + 1], a, second, d[i + 1], Element());
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                mma_m16n8k16(d[h][i], a[h], first, d[h][i], Element());
+                if (i + 1 < COLUMNS) {
+                    mma_m16n8k16(d[h][i + 1], a[h], second, d[h][i + 1], Element());
+                }
             }
         }
     }
@@ -131,58 +146,75 @@ struct Product<float> {
         low = __float_as_uint(value - __uint_as_float(high));
     }
 
-    static __device__ __forceinline__ void multiply_split(float (&d)[4], const Fragment& a, float b0,
-                                                          float b1) {
+    struct Moving {
         unsigned high[2], low[2];
-        split(b0, high[0], low[0]);
-        split(b1, high[1], low[1]);
-        mma_m16n8k8_tf32(d, a.low, high, d);
-        mma_m16n8k8_tf32(d, a.high, low, d);
-        mma_m16n8k8_tf32(d, a.high, high, d);
+
+        __device__ __forceinline__ Moving(float b0, float b1) {
+            split(b0, high[0], low[0]);
+            split(b1, high[1], low[1]);
+        }
+    };
+
+    static __device__ __forceinline__ void multiply_split(float (&d)[4], const Fragment& a, const Moving& b) {
+        mma_m16n8k8_tf32(d, a.low, b.high, d);
+        mma_m16n8k8_tf32(d, a.high, b.low, d);
+        mma_m16n8k8_tf32(d, a.high, b.high, d);
     }
 
     static __device__ __forceinline__ Fragment load(const float* tile, int lane) {
         Fragment a;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            split(tile[(lane % 4 + i / 2 * 4) * TILE + lane / 4 + i % 2 * 8], a.high[i], a.low[i]);
+            split(tile[(lane % 4 + i / 2 * 4) * TILE_PITCH + lane / 4 + i % 2 * 8], a.high[i], a.low[i]);
         }
         return a;
     }
 
-    static __device__ __forceinline__ void multiply(float (&d)[2][4], const Fragment& a, const float* moving,
-                                                    int lane) {
+    static __device__ __forceinline__ void multiply(float (&d)[HALVES][2][4], const Fragment (&a)[HALVES],
+                                                    const float* moving, int lane) {
         const float* at = moving + lane % 4 * PITCH + lane / 4;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            multiply_split(d[j], a, at[8 * j], at[4 * PITCH + 8 * j]);
+            const Moving b(at[8 * j], at[4 * PITCH + 8 * j]);
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                multiply_split(d[h][j], a[h], b);
+            }
         }
     }
 
     // The eight moving tokens of an accumulator tile in the order 0, 2, 4, 6, 1, 3, 5, 7: this thread's own.
     template <int COLUMNS>
-    static __device__ __forceinline__ void update(float (&d)[COLUMNS][4], const float (&p)[2][4],
-                                                  const float* moving, int lane) {
-        Fragment a[2];
+    static __device__ __forceinline__ void update(float (&d)[HALVES][COLUMNS][4],
+                                                  const float (&p)[HALVES][2][4], const float* moving,
+                                                  int lane) {
+        Fragment a[HALVES][2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            split(p[j][0], a[j].high[0], a[j].low[0]);
-            split(p[j][2], a[j].high[1], a[j].low[1]);
-            split(p[j][1], a[j].high[2], a[j].low[2]);
-            split(p[j][3], a[j].high[3], a[j].low[3]);
+        for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    split(p[h][j][i % 2 * 2 + i / 2], a[h][j].high[i], a[h][j].low[i]);
+                }
+            }
         }
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {
-            float sum[4] = {};
+            float sum[HALVES][4] = {};
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const float2 b = *reinterpret_cast<const float2*>(moving + (8 * i + lane / 4) * PITCH +
-                                                                  8 * j + lane % 4 * 2);
-                multiply_split(sum, a[j], b.x, b.y);
+                const float2 two = *reinterpret_cast<const float2*>(moving + (8 * i + lane / 4) * PITCH +
+                                                                    8 * j + lane % 4 * 2);
+                const Moving b(two.x, two.y);
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) {
+                    multiply_split(sum[h], a[h][j], b);
+                }
             }
 #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                d[i][x] += sum[x];
+            for (int x = 0; x < 4 * HALVES; ++x) {
+                d[x / 4][i][x % 4] += sum[x / 4][x % 4];
             }
         }
     }
@@ -195,7 +227,7 @@ struct Product<double> {
         double at[2];
     };
 
-    static __device__ __forceinline__ void multiply_halves(double (&d)[4], double upper_a, double lower_a,
+    static __device__ __forceinline__ void multiply_eights(double (&d)[4], double upper_a, double lower_a,
                                                            double b) {
         double upper[2] = {d[0], d[1]}, lower[2] = {d[2], d[3]};
         mma_m8n8k4_f64(upper, upper_a, b, upper);
@@ -207,28 +239,35 @@ struct Product<double> {
     }
 
     static __device__ __forceinline__ Fragment load(const double* tile, int lane) {
-        const double* at = tile + lane % 4 * TILE + lane / 4;
+        const double* at = tile + lane % 4 * TILE_PITCH + lane / 4;
         return {{at[0], at[8]}};
     }
 
-    static __device__ __forceinline__ void multiply(double (&d)[2][4], const Fragment& a,
+    static __device__ __forceinline__ void multiply(double (&d)[HALVES][2][4], const Fragment (&a)[HALVES],
                                                     const double* moving, int lane) {
         const double* at = moving + lane % 4 * PITCH + lane / 4;
-        multiply_halves(d[0], a.at[0], a.at[1], at[0]);
-        multiply_halves(d[1], a.at[0], a.at[1], at[8]);
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            multiply_eights(d[h][0], a[h].at[0], a[h].at[1], at[0]);
+            multiply_eights(d[h][1], a[h].at[0], a[h].at[1], at[8]);
+        }
     }
 
     // The eight moving tokens of an accumulator tile as 0, 2, 4, 6 and 1, 3, 5, 7: this thread's own.
     template <int COLUMNS>
-    static __device__ __forceinline__ void update(double (&d)[COLUMNS][4], const double (&p)[2][4],
-                                                  const double* moving, int lane) {
+    static __device__ __forceinline__ void update(double (&d)[HALVES][COLUMNS][4],
+                                                  const double (&p)[HALVES][2][4], const double* moving,
+                                                  int lane) {
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const double* b = moving + (8 * i + lane / 4) * PITCH + 8 * j + lane % 4 * 2;
-                multiply_halves(d[i], p[j][0], p[j][2], b[0]);
-                multiply_halves(d[i], p[j][1], p[j][3], b[1]);
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) {
+                    multiply_eights(d[h][i], p[h][j][0], p[h][j][2], b[0]);
+                    multiply_eights(d[h][i], p[h][j][1], p[h][j][3], b[1]);
+                }
             }
         }
     }
@@ -293,9 +332,9 @@ __device__ __forceinline__ void load_moving(T* chunk, Row* rows, const Head& hea
 }
 
 __device__ __forceinline__ void load_stationary(T* tile, const Head& head, int first, int lane) {
-    load_rows<KEY_DIM, KEY_ROWS, TILE, TILE>(tile, head.stationary_key, first, head.tokens, lane, 32);
-    load_rows<VALUE_DIM, VALUE_ROWS, TILE, TILE>(tile + KEY_ROWS * TILE, head.stationary_value, first,
-                                                 head.tokens, lane, 32);
+    load_rows<KEY_DIM, KEY_ROWS, TILE, TILE_PITCH>(tile, head.stationary_key, first, head.tokens, lane, 32);
+    load_rows<VALUE_DIM, VALUE_ROWS, TILE, TILE_PITCH>(tile + KEY_ROWS * TILE_PITCH, head.stationary_value,
+                                                       first, head.tokens, lane, 32);
 }
 
 // The warp's next tile over the one it has read.
@@ -314,7 +353,7 @@ __device__ __forceinline__ void sum_rows(Sum (&sum)[COPY], const T* tile, const 
     constexpr int COPIES = TILE / COPY, GROUPS = 32 / COPIES, ROUNDS = (VALUE_DIM + GROUPS - 1) / GROUPS;
     const int query = lane % COPIES * COPY, group = lane / COPIES;
     const long long tokens = head.tokens;
-    const T *out = head.out + group * tokens + first + query, *d_out = tile + (KEY_ROWS + group) * TILE + query;
+    const T *out = head.out + group * tokens + first + query, *d_out = tile + (KEY_ROWS + group) * TILE_PITCH + query;
 #pragma unroll
     for (int i = 0; i < COPY; ++i) {
         sum[i] = 0;
@@ -323,7 +362,7 @@ __device__ __forceinline__ void sum_rows(Sum (&sum)[COPY], const T* tile, const 
     for (int i = 0; i < ROUNDS; ++i) {
         if (first + query < head.tokens && (VALUE_DIM % GROUPS == 0 || i * GROUPS + group < VALUE_DIM)) {
             const auto x = load_vector<COPY>(out + i * GROUPS * tokens);
-            const auto y = load_vector<COPY>(d_out + i * GROUPS * TILE);
+            const auto y = load_vector<COPY>(d_out + i * GROUPS * TILE_PITCH);
 #pragma unroll
             for (int j = 0; j < COPY; ++j) {
                 sum[j] = multiply_add(to_float(x.at[j]), to_float(y.at[j]), sum[j]);
@@ -339,7 +378,7 @@ __device__ __forceinline__ void sum_rows(Sum (&sum)[COPY], const T* tile, const 
     }
 }
 
-// The pairs of the tile's 16 queries, computed and written by one warp: rows (BH, round_up(tokens, 16)). One
+// The pairs of the tile's queries, computed and written by one warp: rows (BH, round_up(tokens, 32)). One
 // score alone has P = 1 whatever it is: its lse is given as 0 (and its scale, too).
 __device__ __forceinline__ void write_rows(const T* tile, const Head& head, int first, int lane) {
     Sum delta[COPY];
@@ -395,13 +434,14 @@ __device__ __forceinline__ void write(Element* to, const Element* branch, const 
     }
 }
 
-// One tile of 16 stationary tokens in a warp: operands and sums.
+// One tile of stationary tokens in a warp: operands and sums.
 struct Task {
     const T* tile;  // in shared memory
     int first, lane;
-    Fragment key[STATIONARY_IN_REGISTERS ? KEY_STEPS : 1], value[STATIONARY_IN_REGISTERS ? VALUE_STEPS : 1];
-    Row row[2] = {};  // a query task's rows of this thread
-    Sum d_key[KEY_COLUMNS][4], d_value[KEYS ? VALUE_COLUMNS : 1][4];
+    Fragment key[STATIONARY_IN_REGISTERS ? KEY_STEPS : 1][HALVES];
+    Fragment value[STATIONARY_IN_REGISTERS ? VALUE_STEPS : 1][HALVES];
+    Row row[HALVES][2] = {};  // a query task's rows of this thread
+    Sum d_key[HALVES][KEY_COLUMNS][4], d_value[HALVES][KEYS ? VALUE_COLUMNS : 1][4];
 
     // The tile is in shared memory by now; `real` unless another warp has it, too.
     __device__ __forceinline__ Task(const T* tile_, int first_, const Head& head, bool real)
@@ -409,46 +449,44 @@ struct Task {
         if (STATIONARY_IN_REGISTERS) {
 #pragma unroll
             for (int k = 0; k < KEY_STEPS; ++k) {
-                key[k] = load_key(k);
+                load_key(key[k], k);
             }
 #pragma unroll
             for (int k = 0; k < VALUE_STEPS; ++k) {
-                value[k] = load_value(k);
+                load_value(value[k], k);
             }
         }
         if (!KEYS && real) {
             write_rows(tile, head, first, lane);
-            row[0] = head.rows[first + lane / 4];
-            row[1] = head.rows[first + lane / 4 + 8];
+#pragma unroll
+            for (int i = 0; i < 2 * HALVES; ++i) {
+                row[i / 2][i % 2] = head.rows[first + lane / 4 + 8 * i];
+            }
         }
     }
 
-    __device__ __forceinline__ Fragment load_key(int k) const {
-        return Product<T>::load(tile + k * CHANNEL_STEP * TILE, lane);
+    __device__ __forceinline__ void load_fragments(Fragment (&a)[HALVES], const T* from) const {
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            a[h] = Product<T>::load(from + 16 * h, lane);
+        }
     }
-    __device__ __forceinline__ Fragment load_value(int k) const {
-        return Product<T>::load(tile + (KEY_ROWS + k * CHANNEL_STEP) * TILE, lane);
+    __device__ __forceinline__ void load_key(Fragment (&a)[HALVES], int k) const {
+        load_fragments(a, tile + k * CHANNEL_STEP * TILE_PITCH);
+    }
+    __device__ __forceinline__ void load_value(Fragment (&a)[HALVES], int k) const {
+        load_fragments(a, tile + (KEY_ROWS + k * CHANNEL_STEP) * TILE_PITCH);
     }
 
-    // One step over moving tokens at `moving` (their channels, in shared memory), `left` of them real.
-    __device__ __forceinline__ void step(const T* moving, const Row* rows, Sum scale_log2, int left) {
-        const T* moving_value = moving + KEY_ROWS * PITCH;
-        Sum s[2][4] = {}, d_p[2][4] = {};
-#pragma unroll
-        for (int k = 0; k < KEY_STEPS; ++k) {
-            const Fragment& a = STATIONARY_IN_REGISTERS ? key[k] : load_key(k);
-            Product<T>::multiply(s, a, moving + k * CHANNEL_STEP * PITCH, lane);
-        }
-#pragma unroll
-        for (int k = 0; k < VALUE_STEPS; ++k) {
-            const Fragment& a = STATIONARY_IN_REGISTERS ? value[k] : load_value(k);
-            Product<T>::multiply(d_p, a, moving_value + k * CHANNEL_STEP * PITCH, lane);
-        }
+    // Scores to P, and dP to dS.
+    __device__ __forceinline__ void weigh(Sum (&s)[2][4], Sum (&d_p)[2][4], const Row (&row_of_half)[2],
+                                          const Row* rows, Sum scale_log2, int left) const {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
-                const Row& of = KEYS ? rows[8 * j + lane % 4 * 2 + x % 2] : row[x / 2];
+                const int place = 8 * j + lane % 4 * 2 + x % 2;
+                const Row& of = KEYS ? rows[place] : row_of_half[x / 2];
                 s[j][x] = exp2_of(multiply_add(s[j][x], scale_log2, -of.lse_log2));
                 d_p[j][x] = s[j][x] * (d_p[j][x] - of.delta);
             }
@@ -463,7 +501,33 @@ struct Task {
                 }
             }
         }
-        if (KEYS) {
+    }
+
+    // One step over moving tokens at `moving` (their channels, in shared memory), `left` of them real.
+    __device__ __forceinline__ void step(const T* moving, const Row* rows, Sum scale_log2, int left) {
+        const T* moving_value = moving + KEY_ROWS * PITCH;
+        Sum s[HALVES][2][4] = {}, d_p[HALVES][2][4] = {};
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; ++k) {
+            Fragment(&a)[HALVES] = key[STATIONARY_IN_REGISTERS ? k : 0];
+            if (!STATIONARY_IN_REGISTERS) {
+                load_key(a, k);
+            }
+            Product<T>::multiply(s, a, moving + k * CHANNEL_STEP * PITCH, lane);
+        }
+#pragma unroll
+        for (int k = 0; k < VALUE_STEPS; ++k) {
+            Fragment(&a)[HALVES] = value[STATIONARY_IN_REGISTERS ? k : 0];
+            if (!STATIONARY_IN_REGISTERS) {
+                load_value(a, k);
+            }
+            Product<T>::multiply(d_p, a, moving_value + k * CHANNEL_STEP * PITCH, lane);
+        }
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            weigh(s[h], d_p[h], row[h], rows, scale_log2, left);
+        }
+        if constexpr (KEYS) {
             Product<T>::update(d_value, s, moving_value, lane);
         }
         Product<T>::update(d_key, d_p, moving, lane);
@@ -485,8 +549,8 @@ struct Task {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int channel = 8 * i + lane % 4 * 2 + j;
-                if (channel < VALUE_DIM && d_value[i][j] == d_value[i][j]) {
-                    d_value[i][j] = to_float(head.moving_value[channel]);
+                if (channel < VALUE_DIM && d_value[0][i][j] == d_value[0][i][j]) {
+                    d_value[0][i][j] = to_float(head.moving_value[channel]);
                 }
             }
         }
@@ -500,16 +564,20 @@ struct Task {
         }
         const long long tokens = head.tokens;
         T* to = head.d_qkv + (KEYS ? KEY_DIM * tokens : 0);
-        write<KEY_DIM, false>(to, to, d_key, head.scale, first, head.tokens, lane);
-        if constexpr (KEYS) {
-            write<VALUE_DIM, BRANCH>(head.d_qkv + 2 * KEY_DIM * tokens, head.d_v_branch, d_value, Sum(1),
-                                     first, head.tokens, lane);
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            const int from = first + 16 * h;
+            write<KEY_DIM, false>(to, to, d_key[h], head.scale, from, head.tokens, lane);
+            if constexpr (KEYS) {
+                write<VALUE_DIM, BRANCH>(head.d_qkv + 2 * KEY_DIM * tokens, head.d_v_branch, d_value[h],
+                                         Sum(1), from, head.tokens, lane);
+            }
         }
     }
 };
 
 // Reads d_out, qkv, d_v_branch (BRANCH; else any pointer) and, !KEYS, out and lse; writes d_qkv and, !KEYS,
-// rows (BH, round_up(tokens, 16), 2), which KEYS reads.
+// rows (BH, round_up(tokens, 32), 2), which KEYS reads.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     psa_backward(const T* __restrict__ d_out, const T* __restrict__ qkv, const T* __restrict__ out,
                  const Sum* __restrict__ lse, Sum* rows, const T* __restrict__ d_v_branch,
@@ -532,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                        KEYS ? d_o : v,
                        out + bh * VALUE_DIM * tokens,
                        lse + bh * tokens,
-                       reinterpret_cast<Row*>(rows) + bh * round_up(tokens, STEP),
+                       reinterpret_cast<Row*>(rows) + bh * round_up(tokens, ROWS_UNIT),
                        d_v_branch + (BRANCH ? bh * VALUE_DIM * tokens : 0),
                        d_qkv + bh * HEAD_CHANNELS * tokens,
                        tokens,

@@ -19,8 +19,10 @@ from psa_cupy.passes.descriptor import PSAProblem
 NAME = "portable"
 
 _FILE = "psa_backward.cu"
-_TOKENS = 16
-"""Tokens of a warp's tile and of a step (the kernel's TILE and STEP)."""
+_STEP = 16
+"""Moving tokens of a step (the kernel's STEP)."""
+_ROWS_UNIT = 32
+"""The pairs of a head come in these (the kernel's ROWS_UNIT): the larger of the two tiles."""
 _MAX_REGISTERS = 255
 """Of a thread."""
 _RESERVED_SHARED_BYTES = 1024
@@ -41,6 +43,23 @@ class Tile:
     """Whether the one chunk holds all tokens."""
     stationary_in_registers: bool
     """Whether a warp holds its own operands in registers; else it reads them again in each step."""
+    tokens: int = 16
+    """Stationary tokens of a warp: 16 or 32."""
+
+
+# Measured on an H200; best first. Warps, blocks of a multiprocessor, tokens of a warp's tile. In bfloat16 at
+# (64, 4, 400), in microseconds:
+#     keys     8 x 2: 69, 13 x 1: 71, in chunks 86 (7 x 2: 67, but it spills on some GPUs);
+#              dims 36 and 72: 8 x 1: 92, 12 x 1: 91, in chunks 110
+#     queries  10 x 2: 50, 9 x 2: 52, 13 x 1: 54, in chunks 56; dims 36 and 72: 13 x 1: 63, 12 x 1: 70
+_RESIDENT = {True: ((8, 2, 16), (13, 1, 16), (8, 1, 16)), False: ((10, 2, 16), (13, 1, 16), (8, 1, 16))}
+"""Of key and of query tasks, where all moving tokens stay in shared memory."""
+# Likewise, and the tokens of a chunk. At (8, 4, 1600):
+#     keys     8 x 2 of 128: 145, of 64: 152, 5 x 3 of 80: 143; float32: 4 x 2 of 64: 858, 8 x 1: 919
+#     queries  8 x 2 of 128: 105, of 64: 111; float32: 4 x 3 of 48: 607, 12 x 1 of 64: 686
+_SMALL = ((4, 2, 16, 64), (8, 1, 16, 64), (4, 1, 16, 64), (4, 1, 16, 16))
+_PASSING = {True: ((6, 2, 16, 128), *_SMALL), False: ((8, 2, 16, 128), (4, 3, 16, 48), *_SMALL)}
+"""Of key and of query tasks, where they pass by in chunks."""
 
 
 def supports(problem: PSAProblem, device: Device) -> bool:
@@ -58,16 +77,18 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
 
 def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
     """The tile of the key or the query tasks: the first that fits, best first; None if none does."""
-    whole = _round_up(problem.geometry.tokens, _TOKENS)
-    held = _registers(problem, keys, stationary=True) <= _MAX_REGISTERS
-    registers = _registers(problem, keys, stationary=held)
-    candidates = [Tile(9, 2, whole, 1, True, held), Tile(8, 2, whole, 1, True, held)]
-    candidates += [Tile(12, 1, whole, 1, True, held), Tile(8, 1, whole, 1, True, held)]
-    chunk = min(64, whole)
-    candidates += [Tile(8, 2, chunk, 2, False, held), Tile(4, 2, chunk, 2, False, held)]
-    candidates += [Tile(8, 1, chunk, 2, False, held), Tile(4, 1, chunk, 2, False, held)]
-    candidates = [tile for tile in candidates if registers <= _registers_there_are(tile)]
-    candidates += [Tile(w, 1, _TOKENS, stages, False, held) for w in (4, 2, 1) for stages in (2, 1)]
+    whole = _round_up(problem.geometry.tokens, _STEP)
+    candidates = []
+    for held in (True, False):
+        candidates += [Tile(w, blocks, whole, 1, True, held, tokens) for w, blocks, tokens in _RESIDENT[keys]]
+        candidates += [
+            Tile(w, blocks, min(chunk, whole), 2, False, held, tokens)
+            for w, blocks, tokens, chunk in _PASSING[keys]
+        ]
+    candidates = [
+        tile for tile in candidates if _registers(problem, tile, keys) <= _registers_there_are(tile)
+    ]
+    candidates += [Tile(w, 1, _STEP, stages, False, False) for w in (4, 2, 1) for stages in (2, 1)]
     return next((tile for tile in candidates if _fits(problem, device, tile, keys)), None)
 
 
@@ -75,7 +96,7 @@ def plan_with_tiles(problem: PSAProblem, device: Device, key_tile: Tile, query_t
     """`plan` with tiles of the caller's choice (benchmarks compare them)."""
     geometry = problem.geometry
     accumulator = _accumulator(problem)
-    rows = Scratch("rows", (geometry.bh, _round_up(geometry.tokens, _TOKENS), 2), accumulator)
+    rows = Scratch("rows", (geometry.bh, _round_up(geometry.tokens, _ROWS_UNIT), 2), accumulator)
     launches = (
         _launch(problem, device, rows, query_tile, keys=False),
         _launch(problem, device, rows, key_tile, keys=True),
@@ -85,7 +106,7 @@ def plan_with_tiles(problem: PSAProblem, device: Device, key_tile: Tile, query_t
 
 def _launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys: bool) -> Launch:
     geometry = problem.geometry
-    tiles = -(-geometry.tokens // _TOKENS)
+    tiles = -(-geometry.tokens // tile.tokens)
     tiles_per_block = _tiles_per_block(tiles, geometry.bh, device, tile) if tile.resident else tile.warps
     blocks_per_head = -(-tiles // tiles_per_block)
     real = _accumulator(problem).type
@@ -120,6 +141,7 @@ def _constants(problem: PSAProblem, tile: Tile, keys: bool) -> tuple:
         ("KEY_DIM", problem.geometry.key_dim),
         ("VALUE_DIM", problem.geometry.value_dim),
         ("KEYS", keys),
+        ("TILE", tile.tokens),
         ("WARPS", tile.warps),
         ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
         ("CHUNK", tile.chunk),
@@ -157,7 +179,7 @@ def _tiles_per_block(tiles: int, heads: int, device: Device, tile: Tile) -> int:
     return -(-tiles // blocks)
 
 
-def _registers(problem: PSAProblem, keys: bool, stationary: bool) -> int:
+def _registers(problem: PSAProblem, tile: Tile, keys: bool) -> int:
     """An estimate of a thread's registers: sums, operands if held, one step's scores, and addresses."""
     geometry: PSAGeometry = problem.geometry
     itemsize = problem.dtype.itemsize
@@ -166,7 +188,10 @@ def _registers(problem: PSAProblem, keys: bool, stationary: bool) -> int:
     sums = 4 * words * (key_columns + (value_columns if keys else 0))
     # In 32-bit words a thread holds of 16 tokens x 16 channels: 4 of 16-bit types; float32 in two parts.
     held = {2: 4, 4: 16, 8: 16}[itemsize] * (-(-geometry.key_dim // 16) + -(-geometry.value_dim // 16))
-    return sums + (held if stationary else 0) + 36 * words + (16 if itemsize == 4 else 0)
+    halves = tile.tokens // 16
+    of_tile = sums + (held if tile.stationary_in_registers else 0) + 16 * words
+    passing = 16 if itemsize == 2 and not tile.resident else 0
+    return halves * of_tile + 20 * words + {2: 8, 4: 16, 8: 0}[itemsize] + passing
 
 
 def _registers_there_are(tile: Tile) -> int:
@@ -186,9 +211,10 @@ def _shared_bytes(problem: PSAProblem, tile: Tile, keys: bool) -> int:
     itemsize = problem.dtype.itemsize
     unit = 16 if itemsize == 2 else 8
     channels = _round_up(problem.geometry.key_dim, unit) + _round_up(problem.geometry.value_dim, unit)
-    pitch = tile.chunk + (8 if itemsize < 8 else 4 if tile.chunk > _TOKENS else 0)
+    pitch = tile.chunk + (8 if itemsize < 8 else 4 if tile.chunk > _STEP else 0)
+    tile_pitch = tile.tokens + (8 if tile.tokens > 16 else 0)
     pairs = 2 * _accumulator(problem).itemsize * tile.stages * tile.chunk if keys else 0
-    return channels * itemsize * (tile.stages * pitch + tile.warps * _TOKENS) + pairs
+    return channels * itemsize * (tile.stages * pitch + tile.warps * tile_pitch) + pairs
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -136,14 +136,18 @@ def test_breaks_no_rule_of_cuda(executor, tokens, dims, dtype, offset):
     )
 
 
-def in_chunks(warps, chunk, stages, in_registers):
-    return portable.Tile(warps, 1, chunk, stages, False, in_registers)
+TILES = {
+    "one chunk at a time, operands in shared memory": portable.Tile(2, 1, 16, 1, False, False),
+    "two chunks, operands in registers": portable.Tile(3, 1, 32, 2, False, True),
+    "two chunks, 32 tokens a warp": portable.Tile(3, 1, 32, 2, False, True, tokens=32),
+    "all resident, 32 tokens a warp": portable.Tile(3, 1, 144, 1, True, False, tokens=32),
+}
 
 
 @executors("cpu", "checked")
-@pytest.mark.parametrize("tile", [in_chunks(2, 16, 1, False), in_chunks(3, 32, 2, True)], ids=str)
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_heads_that_do_not_fit_pass_through_in_chunks(executor, tile, dtype):
+def test_tiles_that_few_problems_get(executor, tile, dtype):
     problem = problem_of(129, 5, 24, dtype, heads=1)
     qkv, d_out = problem.qkv(), problem.d_out()
     out, lse = forward(problem, qkv)
@@ -301,7 +305,7 @@ def test_each_tile_has_one_owner(bh, tokens):
         _, blocks_per_head, tiles_per_block = (int(x) for x in launch.arguments[7:10])
         constants = dict(launch.kernel.constants)
         assert constants["RESIDENT"] or tiles_per_block <= constants["WARPS"]
-        tiles = -(-tokens // 16)
+        tiles = -(-tokens // constants["TILE"])
         owned = []
         for block in range(launch.grid[0]):
             first = block % blocks_per_head * tiles_per_block
@@ -312,7 +316,7 @@ def test_each_tile_has_one_owner(bh, tokens):
 
 def test_scratch_is_linear_in_tokens():
     (rows,) = portable.plan(described(tokens=6401), H200).scratch
-    assert rows.shape == (4, 6416, 2)
+    assert rows.shape == (4, 6432, 2)
 
 
 # ---- compiling ----
