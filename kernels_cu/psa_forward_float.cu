@@ -14,15 +14,19 @@
 // Writes   each address of out and lse once, by the warp that owns its query (lse: for the first part of V):
 //          repeatable
 //
-// float32 is split into three bfloat16 (8 bits each: nothing is lost), K and V once per block on their way
-// into the slots, Q once per warp, the weights as they are made. Six products of the parts, m16n8k16, make one
-// product of float32; the three left out are 2^-26 of it and less. (Three TF32 products, m16n8k8, take the same
-// time and leave out 2^-21; and 16-bit parts have ldmatrix.) Tensor cores truncate as they add, so the six
-// go small ones first, and sums over groups of keys are added up outside. float64 needs none of this: m8n8k4.
+// float32 is made of products of 16-bit parts, m16n8k16. Tensor cores truncate as they add, so small products
+// come first, and sums over groups of keys are added up outside.
+//     Q, K      three bfloat16 (8 bits each: nothing is lost, at any magnitude) and the six products of them
+//               that are not 2^-26 and less
+//     P, V      two float16 (11 bits each: 2^-24 is lost) and three products, half the work. Their range is
+//               narrow: weights are scaled by the choice of the reference, each channel of V by the power
+//               of two that its largest value in the chunk asks for, which is taken back as sums are added up
+// K and V are split once per block, on their way into the slots, Q once per warp, weights as they are made.
+// float64 needs none of this: m8n8k4.
 //
 // Softmax: weights are 2^(score - reference), with scores in units of log 2. A row's reference is its largest
-// score seen so far plus HEADROOM, set at the first group and raised only when a weight would reach 2: any row
-// is right, and most are never rescaled.
+// score seen so far minus LARGEST_WEIGHT, set at the first group and raised only when a weight would reach
+// 2^WEIGHT_LIMIT: any row is right, and most are never rescaled.
 //
 // Compile-time constants, from passes/psa_forward_float.py:
 //   T                    float or double
@@ -40,7 +44,9 @@ constexpr int QUERIES = 16 * QUERY_TILES;
 constexpr int GROUP = 16;  // keys
 constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 constexpr int PARTS = (VALUE_DIM + VALUE_PART - 1) / VALUE_PART;
-constexpr int HEADROOM = 6;
+// Powers of two: of a row's largest weight when its reference is set, and of where it is raised. float16 holds
+// these, and at full accuracy weights that are 2^-10 of the largest.
+constexpr int LARGEST_WEIGHT = 8, WEIGHT_LIMIT = 15;
 constexpr unsigned WARP = 0xffffffffu;
 
 __host__ __device__ constexpr int round_up(int value, int unit) {
@@ -60,21 +66,24 @@ __device__ __forceinline__ double power_of_two(double x) {
 // queries x 16 keys are two accumulator tiles of 16 x 8; with g = lane / 4, c = lane % 4, elements 0 and 1 of
 // a tile are at (g, 2 c), (g, 2 c + 1) and elements 2 and 3 at (g + 8, 2 c), (g + 8, 2 c + 1).
 //     Queries    operand A: 16 queries x CHANNEL_STEP channels; made of element(row, channel), both relative
-//     multiply   s = Q^T K of 16 keys from `keys` on
-//     update     o (16 queries x VALUE_PART channels) += the product of the weights p over these keys and V
+//     multiply   s = Q^T K of the 16 keys from `first` on in the slot
+//     update     o (16 queries x VALUE_PART channels) += the product of the weights p over these keys and V (float32:
+//                times 2^-WEIGHT_LIMIT)
 template <class Element>
 struct Product;
 
 template <>
 struct Product<float> {
-    using Stored = __nv_bfloat16;
+    using Stored = unsigned short;  // the bits of a part
     static constexpr int CHANNEL_STEP = 16;
-    static constexpr int SPLIT_INTO = 3;
+    static constexpr bool SPLIT = true;
     // Rows are an odd number of 16-byte units long: the eight rows of a matrix lie in different banks.
     static constexpr int KEY_PITCH = CHUNK + 8, VALUE_PITCH = CHUNK + 8;
     static constexpr int KEY_ROWS = round_up(KEY_DIM, 16);
-    static constexpr int PLANE = (KEY_ROWS + VALUE_PART) * KEY_PITCH;
-    static constexpr int SLOT = SPLIT_INTO * PLANE;  // a plane for the high parts, one for the middle, the low
+    // A slot: K's high, middle and low parts, V's high and low parts, and V's scales as floats.
+    static constexpr int KEY_PLANE = KEY_ROWS * KEY_PITCH, VALUE_PLANE = VALUE_PART * VALUE_PITCH;
+    static constexpr int VALUES = 3 * KEY_PLANE, SCALES = VALUES + 2 * VALUE_PLANE;
+    static constexpr int SLOT = SCALES + 2 * VALUE_PART;
     static constexpr int STEPS = KEY_ROWS / CHANNEL_STEP;
 
     struct Queries {
@@ -85,10 +94,22 @@ struct Product<float> {
     static __device__ __forceinline__ void split(unsigned (&part)[3], float first, float second) {
 #pragma unroll
         for (int i = 0; i < 3; i++) {
-            part[i] = pack2(first, second, Stored());
+            part[i] = pack2(first, second, __nv_bfloat16());
             first -= __uint_as_float(part[i] << 16);
             second -= __uint_as_float(part[i] & 0xffff0000u);
         }
+    }
+
+    static __device__ __forceinline__ float half_to_float(unsigned bits) {
+        const unsigned short low = static_cast<unsigned short>(bits);
+        __half half;
+        memcpy(&half, &low, sizeof(half));
+        return __half2float(half);
+    }
+    // Two numbers into two pairs of float16, high parts first.
+    static __device__ __forceinline__ void split(unsigned (&part)[2], float first, float second) {
+        part[0] = pack2(first, second, __half());
+        part[1] = pack2(first - half_to_float(part[0]), second - half_to_float(part[0] >> 16), __half());
     }
 
     template <class Read>
@@ -105,43 +126,32 @@ struct Product<float> {
         }
     }
 
-    // d += the products of the parts but the largest.
-    static __device__ __forceinline__ void add_small(float (&d)[4], const unsigned (&a)[3][4],
-                                                     const unsigned (&b)[3][2]) {
-        mma_m16n8k16(d, a[2], b[0], d, Stored());
-        mma_m16n8k16(d, a[0], b[2], d, Stored());
-        mma_m16n8k16(d, a[1], b[1], d, Stored());
-        mma_m16n8k16(d, a[1], b[0], d, Stored());
-        mma_m16n8k16(d, a[0], b[1], d, Stored());
-    }
-
-    // Both operands B of a matrix load, of all planes.
-    static __device__ __forceinline__ void sort(unsigned (&b)[2][3][2], const unsigned (&loaded)[3][4]) {
-#pragma unroll
-        for (int plane = 0; plane < 3; plane++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                b[i / 2][plane][i % 2] = loaded[plane][i];
-    }
-
     static __device__ __forceinline__ void multiply(float (&s)[QUERY_TILES][2][4],
                                                     const Queries (&q)[QUERY_TILES][STEPS],
-                                                    const Stored* keys) {
+                                                    const Stored* slot, int first) {
+        constexpr __nv_bfloat16 TYPE = {};
         float small[QUERY_TILES][2][4] = {}, large[QUERY_TILES][2][4] = {};
-        const Stored* row = keys + threadIdx.x % 16 * KEY_PITCH + threadIdx.x % 32 / 16 * 8;
+        const Stored* row = slot + first + threadIdx.x % 16 * KEY_PITCH + threadIdx.x % 32 / 16 * 8;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            unsigned loaded[3][4], b[2][3][2];
+            unsigned k[3][4];
 #pragma unroll
             for (int plane = 0; plane < 3; plane++)
-                ldmatrix_x4_trans(loaded[plane], row + plane * PLANE + step * 16 * KEY_PITCH);
-            sort(b, loaded);
+                ldmatrix_x4_trans(k[plane], row + plane * KEY_PLANE + step * 16 * KEY_PITCH);
 #pragma unroll
             for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    add_small(small[t][j], q[t][step].part, b[j]);
-                    mma_m16n8k16(large[t][j], q[t][step].part[0], b[j][0], large[t][j], Stored());
+                    const unsigned(&a)[3][4] = q[t][step].part;
+                    const unsigned b[3][2] = {{k[0][2 * j], k[0][2 * j + 1]},
+                                              {k[1][2 * j], k[1][2 * j + 1]},
+                                              {k[2][2 * j], k[2][2 * j + 1]}};
+                    mma_m16n8k16(small[t][j], a[2], b[0], small[t][j], TYPE);
+                    mma_m16n8k16(small[t][j], a[0], b[2], small[t][j], TYPE);
+                    mma_m16n8k16(small[t][j], a[1], b[1], small[t][j], TYPE);
+                    mma_m16n8k16(small[t][j], a[1], b[0], small[t][j], TYPE);
+                    mma_m16n8k16(small[t][j], a[0], b[1], small[t][j], TYPE);
+                    mma_m16n8k16(large[t][j], a[0], b[0], large[t][j], TYPE);
                 }
         }
 #pragma unroll
@@ -154,38 +164,43 @@ struct Product<float> {
     }
 
     static __device__ __forceinline__ void update(float (&o)[QUERY_TILES][COLUMNS][4],
-                                                  const float (&p)[QUERY_TILES][2][4], const Stored* keys) {
-        unsigned a[QUERY_TILES][3][4];  // accumulator tiles are operand A as they stand
+                                                  const float (&p)[QUERY_TILES][2][4], const Stored* slot,
+                                                  int first) {
+        unsigned a[QUERY_TILES][2][4];  // accumulator tiles are operand A as they stand
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                unsigned part[3];
+                unsigned part[2];
                 split(part, p[t][i / 2][i % 2 * 2], p[t][i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-                for (int plane = 0; plane < 3; plane++)
-                    a[t][plane][i] = part[plane];
+                a[t][0][i] = part[0];
+                a[t][1][i] = part[1];
             }
         const int lane = threadIdx.x % 32;
-        const Stored* row = keys + (KEY_ROWS + lane % 8 + lane / 16 * 8) * VALUE_PITCH + lane / 8 % 2 * 8;
+        const Stored* row =
+            slot + VALUES + first + (lane % 8 + lane / 16 * 8) * VALUE_PITCH + lane / 8 % 2 * 8;
+        const float2* scales = reinterpret_cast<const float2*>(slot + SCALES) + lane % 4;
 #pragma unroll
         for (int i = 0; i < COLUMNS; i += 2) {
-            unsigned loaded[3][4], b[2][3][2];
+            unsigned v[2][4];
 #pragma unroll
-            for (int plane = 0; plane < 3; plane++)
-                ldmatrix_x4(loaded[plane], row + plane * PLANE + i * 8 * VALUE_PITCH);
-            sort(b, loaded);
+            for (int plane = 0; plane < 2; plane++)
+                ldmatrix_x4(v[plane], row + plane * VALUE_PLANE + i * 8 * VALUE_PITCH);
 #pragma unroll
-            for (int t = 0; t < QUERY_TILES; t++)
+            for (int j = 0; j < 2 && i + j < COLUMNS; j++) {
+                const unsigned high[2] = {v[0][2 * j], v[0][2 * j + 1]}, low[2] = {v[1][2 * j], v[1][2 * j + 1]};
+                const float2 scale = scales[(i + j) * 4];
 #pragma unroll
-                for (int j = 0; j < 2 && i + j < COLUMNS; j++) {
+                for (int t = 0; t < QUERY_TILES; t++) {
                     float sum[4] = {};
-                    add_small(sum, a[t], b[j]);
-                    mma_m16n8k16(sum, a[t][0], b[j][0], sum, Stored());
+                    mma_m16n8k16(sum, a[t][1], high, sum, __half());
+                    mma_m16n8k16(sum, a[t][0], low, sum, __half());
+                    mma_m16n8k16(sum, a[t][0], high, sum, __half());
 #pragma unroll
                     for (int x = 0; x < 4; x++)
-                        o[t][i + j][x] += sum[x];
+                        o[t][i + j][x] = fmaf(sum[x], x % 2 ? scale.y : scale.x, o[t][i + j][x]);
                 }
+            }
         }
     }
 };
@@ -194,7 +209,7 @@ template <>
 struct Product<double> {
     using Stored = double;
     static constexpr int CHANNEL_STEP = 4;
-    static constexpr int SPLIT_INTO = 1;
+    static constexpr bool SPLIT = false;
     // A load of K is of 4 rows x 4 keys for half a warp, one of V of 2 rows x 4 pairs of keys for a quarter:
     // in different banks.
     static constexpr int KEY_PITCH = CHUNK + 4, VALUE_PITCH = CHUNK + 8;
@@ -225,7 +240,7 @@ struct Product<double> {
 
     static __device__ __forceinline__ void multiply(double (&s)[QUERY_TILES][2][4],
                                                     const Queries (&q)[QUERY_TILES][STEPS],
-                                                    const double* keys) {
+                                                    const double* slot, int first) {
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
@@ -233,7 +248,7 @@ struct Product<double> {
 #pragma unroll
                 for (int x = 0; x < 4; x++)
                     s[t][j][x] = 0;
-        const double* at = keys + threadIdx.x % 4 * KEY_PITCH + threadIdx.x % 32 / 4;
+        const double* at = slot + first + threadIdx.x % 4 * KEY_PITCH + threadIdx.x % 32 / 4;
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
@@ -247,8 +262,10 @@ struct Product<double> {
 
     // The eight keys of an accumulator tile as 0, 2, 4, 6 and 1, 3, 5, 7: this thread's own.
     static __device__ __forceinline__ void update(double (&o)[QUERY_TILES][COLUMNS][4],
-                                                  const double (&p)[QUERY_TILES][2][4], const double* keys) {
-        const double* at = keys + KEY_ROWS * KEY_PITCH + threadIdx.x % 32 / 4 * VALUE_PITCH + threadIdx.x % 4 * 2;
+                                                  const double (&p)[QUERY_TILES][2][4], const double* slot,
+                                                  int first) {
+        const int lane = threadIdx.x % 32;
+        const double* at = slot + first + KEY_ROWS * KEY_PITCH + lane / 4 * VALUE_PITCH + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++)
 #pragma unroll
@@ -265,7 +282,7 @@ struct Product<double> {
 
 using Products = Product<T>;
 using Stored = Products::Stored;
-constexpr bool SPLIT = Products::SPLIT_INTO > 1;
+constexpr bool SPLIT = Products::SPLIT;
 
 // The block's place in the grid.
 struct Place {
@@ -323,30 +340,55 @@ __device__ __forceinline__ void copy_chunk(T* arriving, const T* keys, int first
         arriving + KEY_ROWS * KEY_PITCH + token, v, VALUE_DIM - first_value, left, tokens, keys);
 }
 
-// A thread's units of COUNT rows, split, into the planes of a slot.
-template <int COUNT>
-__device__ __forceinline__ void split_rows(Stored* slot, const T* arrived) {
+// Calls take(row, token, its four values) for this thread's units of COUNT rows.
+template <int COUNT, class Take>
+__device__ __forceinline__ void for_units(const T* arrived, Take take) {
     const int first_row = threadIdx.x / UNITS, token = threadIdx.x % UNITS * UNIT;
 #pragma unroll 4
     for (int i = 0; i < (COUNT + ROW_STEP - 1) / ROW_STEP; i++) {
         const int row = first_row + i * ROW_STEP;
-        if (COUNT % ROW_STEP != 0 && row >= COUNT) break;
-        const float4 x = *reinterpret_cast<const float4*>(arrived + row * CHUNK + token);
-        unsigned low[3], high[3];
-        Product<float>::split(low, x.x, x.y);
-        Product<float>::split(high, x.z, x.w);
-#pragma unroll
-        for (int plane = 0; plane < 3; plane++)
-            *reinterpret_cast<uint2*>(slot + plane * Product<float>::PLANE + row * Products::KEY_PITCH + token) =
-                make_uint2(low[plane], high[plane]);
+        if (COUNT % ROW_STEP != 0 && row >= COUNT) break;  // whole warps: COUNT is a multiple of 16
+        take(row, token, *reinterpret_cast<const float4*>(arrived + row * CHUNK + token));
     }
 }
 
-// What this thread has copied of K and of V.
-__device__ __forceinline__ void split_chunk(Stored* slot, const T* arrived) {
-    constexpr int KEY_ROWS = Products::KEY_ROWS;
-    split_rows<KEY_ROWS>(slot, arrived);
-    split_rows<VALUE_PART>(slot + KEY_ROWS * Products::KEY_PITCH, arrived + KEY_ROWS * CHUNK);
+// The power of two that brings the largest value of a channel, of which this thread has x, below 2^14. Its
+// inverse, and the weights' 2^WEIGHT_LIMIT taken back, is `scale`.
+__device__ __forceinline__ float fitting_factor(const float4& x, float& scale) {
+    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+#pragma unroll
+    for (int distance = 1; distance < UNITS; distance *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, distance));
+    const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23), 14 + WEIGHT_LIMIT);
+    scale = __uint_as_float(static_cast<unsigned>(exponent - 13 - WEIGHT_LIMIT) << 23);
+    return __uint_as_float(static_cast<unsigned>(254 + 13 - exponent) << 23);
+}
+
+// What this thread has copied of K and of V, in parts, into a slot.
+__device__ __forceinline__ void split_chunk(unsigned short* slot, const T* arrived) {
+    using Floats = Product<float>;
+    for_units<Floats::KEY_ROWS>(arrived, [&](int row, int token, const float4& x) {
+        unsigned first[3], second[3];
+        Floats::split(first, x.x, x.y);
+        Floats::split(second, x.z, x.w);
+#pragma unroll
+        for (int plane = 0; plane < 3; plane++)
+            *reinterpret_cast<uint2*>(slot + plane * Floats::KEY_PLANE + row * Floats::KEY_PITCH + token) =
+                make_uint2(first[plane], second[plane]);
+    });
+    for_units<VALUE_PART>(arrived + Floats::KEY_ROWS * CHUNK, [&](int row, int token, const float4& x) {
+        float scale;
+        const float factor = fitting_factor(x, scale);
+        if (token == 0) reinterpret_cast<float*>(slot + Floats::SCALES)[row] = scale;
+        unsigned first[2], second[2];
+        Floats::split(first, x.x * factor, x.y * factor);
+        Floats::split(second, x.z * factor, x.w * factor);
+        unsigned short* target = slot + Floats::VALUES + row * Floats::VALUE_PITCH + token;
+#pragma unroll
+        for (int plane = 0; plane < 2; plane++)
+            *reinterpret_cast<uint2*>(target + plane * Floats::VALUE_PLANE) =
+                make_uint2(first[plane], second[plane]);
+    });
 }
 
 // ---- one warp's tile of queries ----
@@ -373,8 +415,8 @@ struct QueryTile {
         }
     }
 
-    // Whether a weight of the lane would reach 2 (or a score is no number).
-    __device__ __forceinline__ bool reaches_two(const T (&s)[QUERY_TILES][2][4]) const {
+    // Whether a weight of the lane would reach the limit (or a score is no number).
+    __device__ __forceinline__ bool reaches_limit(const T (&s)[QUERY_TILES][2][4]) const {
         bool any = false;
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
@@ -382,7 +424,7 @@ struct QueryTile {
             for (int j = 0; j < 2; j++)
 #pragma unroll
                 for (int x = 0; x < 4; x++)
-                    any |= !(s[t][j][x] < reference[t][x / 2] + 1);
+                    any |= !(s[t][j][x] < reference[t][x / 2] + WEIGHT_LIMIT);
         return any;
     }
 
@@ -396,7 +438,7 @@ struct QueryTile {
                 T largest = larger(larger(s[t][0][x], s[t][0][x + 1]), larger(s[t][1][x], s[t][1][x + 1]));
                 largest = larger(largest, __shfl_xor_sync(WARP, largest, 1));
                 largest = larger(largest, __shfl_xor_sync(WARP, largest, 2));
-                const T raised = larger(reference[t][half], largest + HEADROOM);
+                const T raised = larger(reference[t][half], largest - LARGEST_WEIGHT);
                 const T factor = power_of_two(reference[t][half] - raised);
                 reference[t][half] = raised;
                 sum[t][half] *= factor;
@@ -408,10 +450,10 @@ struct QueryTile {
             }
     }
 
-    // A group of keys at `keys`, of which `left` exist (more where others follow).
-    __device__ __forceinline__ void attend(const Stored* keys, T scale, int left) {
+    // A group of keys, from `first` on in the slot, of which `left` exist (more where others follow).
+    __device__ __forceinline__ void attend(const Stored* slot, int first, T scale, int left) {
         T s[QUERY_TILES][2][4];  // scores, then weights
-        Products::multiply(s, q, keys);
+        Products::multiply(s, q, slot, first);
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
@@ -422,7 +464,7 @@ struct QueryTile {
                     const int key = 8 * j + threadIdx.x % 4 * 2 + x % 2;
                     if (left < GROUP && key >= left) s[t][j][x] = negative_infinity<T>();
                 }
-        if (__any_sync(WARP, reaches_two(s))) raise(s);  // rare
+        if (__any_sync(WARP, reaches_limit(s))) raise(s);  // rare
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
@@ -437,7 +479,7 @@ struct QueryTile {
                 }
                 sum[t][half] += part[0] + part[1];
             }
-        Products::update(o, s, keys);
+        Products::update(o, s, slot, first);
     }
 
     // The groups of one chunk, of which `left` keys exist (more where others follow).
@@ -445,7 +487,7 @@ struct QueryTile {
         const int count = min(left, CHUNK);
 #pragma unroll 1
         for (int first = 0; first < count; first += GROUP)
-            attend(slot + first, scale, left - first);
+            attend(slot, first, scale, left - first);
     }
 
     // `values`: the head's V.
@@ -461,11 +503,11 @@ struct QueryTile {
                 total += __shfl_xor_sync(WARP, total, 2);
                 const int query = first + 16 * t + 8 * half + lane / 4;
                 if (query >= tokens) continue;
-                // HEADROOM is taken back where it is exact, before the logarithm.
+                // LARGEST_WEIGHT is taken back where it is exact, before the logarithm.
                 if (lane % 4 == 0 && first_value == 0)
-                    lse[query] = multiply_add(reference[t][half] - HEADROOM, T(0.69314718055994530942),
-                                              natural_log(total * (1 << HEADROOM)));
-                const T factor = 1 / total;
+                    lse[query] = multiply_add(reference[t][half] + LARGEST_WEIGHT, T(0.69314718055994530942),
+                                              natural_log(total / (1 << LARGEST_WEIGHT)));
+                const T factor = (SPLIT ? 1 << WEIGHT_LIMIT : 1) / total;
 #pragma unroll
                 for (int i = 0; i < COLUMNS; i++)
 #pragma unroll
@@ -504,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int first_key = 0, slot = 0; first_key < tokens; first_key += CHUNK, slot ^= 1) {
         Stored* chunk = slots + slot * Products::SLOT;
         cp_async_wait<0>();
-        if constexpr (SPLIT) split_chunk(chunk, on_its_way);
+        if constexpr (SPLIT) split_chunk(reinterpret_cast<unsigned short*>(chunk), on_its_way);
         __syncthreads();  // the chunk has come for every thread; no warp still reads the one before
         if (first_key + CHUNK < tokens) {
             T* next = SPLIT ? on_its_way : reinterpret_cast<T*>(slots + (slot ^ 1) * Products::SLOT);

@@ -104,12 +104,13 @@ def plan_with(tile: Tile, problem: PSAProblem) -> Plan:
 
 
 def shared_bytes(tile: Tile, geometry: PSAGeometry, dtype: np.dtype) -> int:
-    """Two slots of K and V, for float32 as three bfloat16, and its chunk on its way."""
+    """Two slots of K and V, for float32 in three and two parts of 16 bits, and the chunk on its way."""
     if dtype == np.float64:
         key_rows = _round_up(geometry.key_dim, 4)
         return 2 * 8 * (key_rows * (tile.chunk + 4) + tile.value_part * (tile.chunk + 8))
-    rows = _round_up(geometry.key_dim, 16) + tile.value_part
-    return rows * (2 * 3 * 2 * (tile.chunk + 8) + 4 * tile.chunk)
+    key_rows, value_rows = _round_up(geometry.key_dim, 16), tile.value_part
+    slot = 2 * (3 * key_rows + 2 * value_rows) * (tile.chunk + 8) + 4 * value_rows
+    return 2 * slot + 4 * (key_rows + value_rows) * tile.chunk
 
 
 def _fits(problem: PSAProblem, device: Device, tile: Tile) -> bool:
