@@ -3,8 +3,8 @@
 //
 // Layout: qkv, d_qkv (BH, 2 KEY_DIM + VALUE_DIM, tokens); out, d_out, d_v_branch (BH, VALUE_DIM, tokens);
 //     lse (BH, tokens). Any number of tokens; loads are COPY_BYTES wide, which divides every row.
-// Work: a head is cut into tiles of 16 or 32 tokens (TILE), a warp each. A key task (KEYS) owns dK and dV of its keys, a
-//     query task dQ of its queries, so S and dP are computed twice and no sum ever crosses a warp:
+// Work: a head is cut into tiles of TILE (16 or 32) tokens, a warp each. A key task (KEYS) owns dK and dV of
+//     its keys, a query task dQ of its queries, so S and dP are computed twice and no sum crosses warps:
 //                 stationary   moving    per step of 16 moving tokens
 //         keys    K, V         Q, dO     S^T = K Q^T, dP^T = V dO^T; dV += P^T dO, dK += dS^T Q
 //         queries Q, dO        K, V      S = Q K^T, dP = dO V^T;     dQ += dS K
@@ -27,7 +27,7 @@
 using Sum = Accumulator<T>;
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int HALVES = TILE / 16;                  // of a warp's stationary tokens, for products of 16
+constexpr int HALVES = TILE / 16;  // products have 16 stationary tokens
 constexpr int TILE_PITCH = TILE + (TILE > 16 ? 8 : 0);
 constexpr int ROWS_UNIT = 32;                      // a head's pairs come in these
 constexpr int STEP = 16;                           // moving tokens of a step: two accumulator tiles of 16 x 8
@@ -47,7 +47,7 @@ constexpr int VALUE_STEPS = (VALUE_DIM + CHANNEL_STEP - 1) / CHANNEL_STEP;
 constexpr int KEY_COLUMNS = (KEY_DIM + 7) / 8, VALUE_COLUMNS = (VALUE_DIM + 7) / 8;  // accumulator tiles
 constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 
-constexpr int MOVING = (KEY_ROWS + VALUE_ROWS) * PITCH;     // elements of a chunk
+constexpr int MOVING = (KEY_ROWS + VALUE_ROWS) * PITCH;           // elements of a chunk
 constexpr int STATIONARY = (KEY_ROWS + VALUE_ROWS) * TILE_PITCH;  // elements of a warp's tile
 
 constexpr double LOG2_E = 1.4426950408889634;
@@ -71,9 +71,9 @@ __device__ __forceinline__ double multiply_add(double a, double b, double c) {
     return fma(a, b, c);
 }
 
-// The matrix products of one element type, on tiles in shared memory (rows are channels), for every half of the
-// stationary tokens: what is read of the moving ones serves them all. An accumulator tile is 16 tokens x 8; with g = lane / 4, t = lane % 4, d[0], d[1] are at (g, 2 t), (g, 2 t + 1) and
-// d[2], d[3] at (g + 8, 2 t), (g + 8, 2 t + 1).
+// The matrix products of one element type, on tiles in shared memory (rows are channels); what is read of the
+// moving tokens serves all HALVES. An accumulator tile is 16 stationary tokens x 8; with g = lane / 4 and
+// t = lane % 4, d[0], d[1] are at (g, 2 t), (g, 2 t + 1) and d[2], d[3] at (g + 8, 2 t), (g + 8, 2 t + 1).
 //     Fragment      operand A: 16 stationary tokens x CHANNEL_STEP channels
 //     multiply      d[.][2] (16 x 16 moving tokens) += the product over CHANNEL_STEP channels
 //     update        d[.] (16 x channels) += the product of p[.][2] over 16 moving tokens
@@ -139,10 +139,10 @@ struct Product<float> {
         unsigned high[4], low[4];
     };
 
-    // cvt.rna.tf32 takes four instructions for what integers do in two (of a not-a-number that these lose,
-    // `low` is one still); what the tensor cores cut off of `low` is 2^-21 of the value, of either sign.
+    // cvt.rna.tf32 is four instructions (it minds infinities) for what integers do in two; where these lose a
+    // not-a-number, `low` is one. What the tensor cores cut off of `low` is 2^-21 of it all, of either sign.
     static __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-        high = __float_as_uint(value) + 0x1000u & 0xffffe000u;
+        high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
         low = __float_as_uint(value - __uint_as_float(high));
     }
 
@@ -353,7 +353,8 @@ __device__ __forceinline__ void sum_rows(Sum (&sum)[COPY], const T* tile, const 
     constexpr int COPIES = TILE / COPY, GROUPS = 32 / COPIES, ROUNDS = (VALUE_DIM + GROUPS - 1) / GROUPS;
     const int query = lane % COPIES * COPY, group = lane / COPIES;
     const long long tokens = head.tokens;
-    const T *out = head.out + group * tokens + first + query, *d_out = tile + (KEY_ROWS + group) * TILE_PITCH + query;
+    const T *out = head.out + group * tokens + first + query,
+            *d_out = tile + (KEY_ROWS + group) * TILE_PITCH + query;
 #pragma unroll
     for (int i = 0; i < COPY; ++i) {
         sum[i] = 0;
