@@ -15,12 +15,14 @@
 //          repeatable
 //
 // float32 is made of products of 16-bit parts, m16n8k16. Tensor cores truncate as they add, so small products
-// come first, and sums over groups of keys are added up outside.
+// are added up apart from the large ones, and sums over groups of keys outside.
 //     Q, K      three bfloat16 (8 bits each: nothing is lost, at any magnitude) and the six products of them
 //               that are not 2^-26 and less
 //     P, V      two float16 (11 bits each: 2^-24 is lost) and three products, half the work. Their range is
 //               narrow: weights are scaled by the choice of the reference, each channel of V by the power
-//               of two that its largest value in the chunk asks for, which is taken back as sums are added up
+//               of two that its largest value in the chunk asks for, which is taken back as sums are added
+//               up. A weight is exact to 2^-24 of itself or 2^-44 of its row's largest, a value to 2^-24 of
+//               itself or 2^-50 of the channel's largest in the chunk
 // K and V are split once per block, on their way into the slots, Q once per warp, weights as they are made.
 // float64 needs none of this: m8n8k4.
 //
@@ -44,8 +46,8 @@ constexpr int QUERIES = 16 * QUERY_TILES;
 constexpr int GROUP = 16;  // keys
 constexpr int HEAD_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 constexpr int PARTS = (VALUE_DIM + VALUE_PART - 1) / VALUE_PART;
-// Powers of two: of a row's largest weight when its reference is set, and of where it is raised. float16 holds
-// these, and at full accuracy weights that are 2^-10 of the largest.
+// Powers of two: of a row's largest weight when its reference is set, and of where it is raised (float16 ends
+// at 2^16).
 constexpr int LARGEST_WEIGHT = 8, WEIGHT_LIMIT = 15;
 constexpr unsigned WARP = 0xffffffffu;
 
@@ -67,7 +69,8 @@ __device__ __forceinline__ double power_of_two(double x) {
 // a tile are at (g, 2 c), (g, 2 c + 1) and elements 2 and 3 at (g + 8, 2 c), (g + 8, 2 c + 1).
 //     Queries    operand A: 16 queries x CHANNEL_STEP channels; made of element(row, channel), both relative
 //     multiply   s = Q^T K of the 16 keys from `first` on in the slot
-//     update     o (16 queries x VALUE_PART channels) += the product of the weights p over these keys and V (float32:
+//     update     o (16 queries x VALUE_PART channels) += the product of the weights p over these keys and V
+//     (float32:
 //                times 2^-WEIGHT_LIMIT)
 template <class Element>
 struct Product;
@@ -106,10 +109,13 @@ struct Product<float> {
         memcpy(&half, &low, sizeof(half));
         return __half2float(half);
     }
-    // Two numbers into two pairs of float16, high parts first.
+    // Two numbers into two pairs of float16: high parts, and low parts times LOW, so that they are as large.
+    static constexpr float LOW = 2048;
     static __device__ __forceinline__ void split(unsigned (&part)[2], float first, float second) {
         part[0] = pack2(first, second, __half());
-        part[1] = pack2(first - half_to_float(part[0]), second - half_to_float(part[0] >> 16), __half());
+        const float first_low = first - half_to_float(part[0]),
+                    second_low = second - half_to_float(part[0] >> 16);
+        part[1] = pack2(first_low * LOW, second_low * LOW, __half());
     }
 
     template <class Read>
@@ -142,7 +148,7 @@ struct Product<float> {
             for (int t = 0; t < QUERY_TILES; t++)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    const unsigned(&a)[3][4] = q[t][step].part;
+                    const unsigned (&a)[3][4] = q[t][step].part;
                     const unsigned b[3][2] = {{k[0][2 * j], k[0][2 * j + 1]},
                                               {k[1][2 * j], k[1][2 * j + 1]},
                                               {k[2][2 * j], k[2][2 * j + 1]}};
@@ -188,17 +194,20 @@ struct Product<float> {
                 ldmatrix_x4(v[plane], row + plane * VALUE_PLANE + i * 8 * VALUE_PITCH);
 #pragma unroll
             for (int j = 0; j < 2 && i + j < COLUMNS; j++) {
-                const unsigned high[2] = {v[0][2 * j], v[0][2 * j + 1]}, low[2] = {v[1][2 * j], v[1][2 * j + 1]};
+                const unsigned high[2] = {v[0][2 * j], v[0][2 * j + 1]},
+                               low[2] = {v[1][2 * j], v[1][2 * j + 1]};
                 const float2 scale = scales[(i + j) * 4];
 #pragma unroll
                 for (int t = 0; t < QUERY_TILES; t++) {
-                    float sum[4] = {};
-                    mma_m16n8k16(sum, a[t][1], high, sum, __half());
-                    mma_m16n8k16(sum, a[t][0], low, sum, __half());
-                    mma_m16n8k16(sum, a[t][0], high, sum, __half());
+                    float small[4] = {}, large[4] = {};
+                    mma_m16n8k16(small, a[t][1], high, small, __half());
+                    mma_m16n8k16(small, a[t][0], low, small, __half());
+                    mma_m16n8k16(large, a[t][0], high, large, __half());
 #pragma unroll
-                    for (int x = 0; x < 4; x++)
-                        o[t][i + j][x] = fmaf(sum[x], x % 2 ? scale.y : scale.x, o[t][i + j][x]);
+                    for (int x = 0; x < 4; x++) {
+                        const float sum = fmaf(small[x], 1 / LOW, large[x]);
+                        o[t][i + j][x] = fmaf(sum, x % 2 ? scale.y : scale.x, o[t][i + j][x]);
+                    }
                 }
             }
         }
@@ -328,7 +337,8 @@ __device__ __forceinline__ void copy_rows(T* target, const T* source, int channe
 }
 
 // Starts the copies of CHUNK keys from `first` on: float64 to a slot, float32 to an array of its own.
-__device__ __forceinline__ void copy_chunk(T* arriving, const T* keys, int first_value, int first, int tokens) {
+__device__ __forceinline__ void copy_chunk(T* arriving, const T* keys, int first_value, int first,
+                                           int tokens) {
     constexpr int KEY_ROWS = Products::KEY_ROWS;
     constexpr int KEY_PITCH = SPLIT ? CHUNK : Products::KEY_PITCH;
     constexpr int VALUE_PITCH = SPLIT ? CHUNK : Products::VALUE_PITCH;
@@ -526,8 +536,8 @@ struct QueryTile {
 
 // scale: of the scores, times log2(e).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    psa_forward_float(const T* __restrict__ qkv, T* __restrict__ out, T* __restrict__ lse, int tokens, int splits,
-                      T scale) {
+    psa_forward_float(const T* __restrict__ qkv, T* __restrict__ out, T* __restrict__ lse, int tokens,
+                      int splits, T scale) {
     extern __shared__ __align__(16) unsigned char shared_memory[];
     Stored* slots = reinterpret_cast<Stored*>(shared_memory);
     T* on_its_way = reinterpret_cast<T*>(slots + 2 * Products::SLOT);  // float32 only
@@ -557,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if (first < tokens) {
         const T* values = keys + static_cast<long long>(KEY_DIM) * tokens;
-        tile.store(out + place.head * VALUE_DIM * tokens, lse + place.head * tokens, values, first, first_value,
-                   tokens);
+        tile.store(out + place.head * VALUE_DIM * tokens, lse + place.head * tokens, values, first,
+                   first_value, tokens);
     }
 }

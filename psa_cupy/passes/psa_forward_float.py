@@ -137,7 +137,7 @@ def _registers(problem: PSAProblem, query_tiles: int, value_part: int) -> int:
     key_dim = problem.geometry.key_dim
     if problem.dtype == np.float64:
         return query_tiles * (4 * -(-key_dim // 4) + value_part + 32) + 30
-    return query_tiles * (12 * -(-key_dim // 16) + value_part // 2 + 32) + 44
+    return query_tiles * (12 * -(-key_dim // 16) + value_part // 2 + 32) + 62
 
 
 def _round_up(value: int, unit: int) -> int:
