@@ -6,23 +6,22 @@
 // Layout   q, k, v: tensor maps (tokens, channels, bh) over qkv (BH, 2 KEY_DIM + VALUE_DIM, N), one map each,
 //          so that channels padded to what wgmma wants and tokens past N arrive as zeros. JOINED_BOX: nothing
 //          is padded, and the map of k brings v, too. N % 8 == 0. out (BH, VALUE_DIM, N), lse (BH, N).
-// Grid     One block for one bh and 64 * Q_TILES queries: blockIdx.x = bh * tiles + tile.
-// Block    128 * WARPGROUPS threads. A warpgroup owns 64 queries, a warp 16, a thread two (lane / 4, 8 more).
-//          SPLIT_KEYS: all warpgroups own the same 64 queries and take turns over the keys, 64 at a time (so
-//          there must be as many boxes as warpgroups); their parts are put together at the end.
-// Shared   A ring of STAGES boxes (SPLIT_KEYS: one for each warpgroup), each box 64 keys of K (KEY_ROWS x 64)
-//          and V (VALUE_ROWS x 64); one tile of Q for each 64 queries (KEY_ROWS x 64); mbarriers. All tiles
-//          with the 128-byte swizzle.
-// Copies   One thread for each ring asks for every box; full[slot] counts its bytes. empty[slot] gets one
+// Grid     One block for one bh and 64 queries: blockIdx.x = bh * tiles + tile.
+// Block    128 * WARPGROUPS threads: a warp owns 16 queries, a thread two (lane / 4, 8 more). All warpgroups
+//          own the same 64 queries and take turns over the keys, 64 at a time (so there must be as many boxes
+//          as warpgroups); their parts are put together at the end.
+// Shared   For each warpgroup a ring of STAGES boxes, each box 64 keys of K (KEY_ROWS x 64) and V (VALUE_ROWS
+//          x 64); one tile of Q (KEY_ROWS x 64); mbarriers. All tiles with the 128-byte swizzle.
+// Copies   One thread of each warpgroup asks for every box; full[slot] counts its bytes. empty[slot] gets one
 //          arrival of each warp when it has done with the box; two boxes later that thread refills it.
 // Compute  S (64 x 32 keys) = Q^T K with Q in registers and K as it is, transposed by the descriptor; P goes
 //          from the accumulators of S to the registers of operand A; O (64 x VALUE_ROWS) += P V^T. Two
 //          buffers of S: while one is turned into P, the tensor cores make the other one and add the previous
 //          P V^T.
-// Softmax  In base 2, against a running reference of each query that is raised as soon as a weight could
-//          exceed 2^8: what was summed is then scaled down, as in the exact online softmax (Milakov and
-//          Gimelshein 2018). The reference is never above the running maximum, so no score is lost, however
-//          large.
+// Softmax  In base 2. The first pass subtracts a fixed reference from each query's scores, the maximum over
+//          its first 32 keys, and asks at the end whether all that was summed stayed in range. Where it did
+//          not, the block does its queries again with the exact online softmax (Milakov and Gimelshein 2018).
+//          Asking, and raising the reference, inside the loop cost more than 5 % on an H200.
 // Writes   Every element of out and lse is stored by one thread of one block: repeatable.
 #include "common.cuh"
 #include "tensor_core.cuh"
@@ -35,22 +34,29 @@ constexpr int ROW_BYTES = 128;
 constexpr int BOX_TOKENS = 64;
 constexpr int K_BYTES = KEY_ROWS * ROW_BYTES;
 constexpr int BOX_BYTES = K_BYTES + VALUE_ROWS * ROW_BYTES;
-constexpr int RINGS = SPLIT_KEYS ? WARPGROUPS : 1;
-constexpr int RING_THREADS = 128 * WARPGROUPS / RINGS;
 constexpr int RING_BYTES = STAGES * BOX_BYTES;
-constexpr int Q_TILES = SPLIT_KEYS ? 1 : WARPGROUPS;
-constexpr int ITEM_QUERIES = 64 * Q_TILES;
 static_assert(STAGES >= 3, "a box is refilled two boxes after its use");
 
 // Shared memory, in bytes from its start; the barriers of a ring: full[STAGES], empty[STAGES].
-constexpr int Q_AT = RINGS * RING_BYTES;
-constexpr int Q_FULL_AT = Q_AT + Q_TILES * K_BYTES;
+constexpr int Q_AT = WARPGROUPS * RING_BYTES;
+constexpr int Q_FULL_AT = Q_AT + K_BYTES;
 constexpr int BARRIERS_AT = Q_FULL_AT + 8;
 constexpr int EMPTY_AT = 8 * STAGES;
+// In descriptors: from one box to the next, and from a box's first 32 keys to its others.
+constexpr int NEXT_BOX = BOX_BYTES / 16, SECOND_HALF = 32 * 2 / 16;
 
-// A sum of a thread's 8 weights of a step above this raises the reference. P is stored in 16 bits: 2^8 leaves
-// room above, and below it the smallest weights are lost no sooner than with the maximum as reference.
-constexpr float RAISE_ABOVE = 256.0f;
+// What a thread's weights of a query may add up to in the first pass. Modest sums are of the size that exact
+// ones have. Larger ones do where nothing became infinite on the way: neither a weight in 16 bits, nor the
+// output, whose values may be large, too. The logarithm of still larger ones is not exact enough.
+constexpr float MODEST_SUM = 32768.0f, LARGEST_SUM = 1099511627776.0f;
+// How far the first pass's reference is above the maximum of the first keys: leaves float16 weights room to
+// grow, by 2^19, and the smallest ones enough bits.
+__device__ __forceinline__ float reference_above_maximum(__half) {
+    return 4.0f;
+}
+__device__ __forceinline__ float reference_above_maximum(__nv_bfloat16) {
+    return 0.0f;
+}
 // The reference before the first key: below any score that the contract allows, and finite.
 constexpr float LOWEST = -3.0e38f;
 
@@ -64,20 +70,40 @@ struct Softmax {
     float sum[2];
 };
 
-// Asks for box `box` of the keys into its slot of the ring; one thread of each ring calls it.
-struct Copies {
-    const TensorMap* k;
-    const TensorMap* v;
+// A warpgroup's part of the keys and the ring they come through.
+struct Ring {
+    const TensorMap* k_map;
+    const TensorMap* v_map;
     unsigned tiles_at, barriers;
+    unsigned long long k, v;  // descriptors of the first slot's
     int bh, first_key;
+    int boxes;
+    int last_keys;  // of the last box: 64 or more where all of them exist
+    bool copies;    // whether this thread asks for the boxes
 
+    __device__ __forceinline__ unsigned full(int slot) const { return barriers + 8 * slot; }
+    __device__ __forceinline__ unsigned empty(int slot) const { return barriers + EMPTY_AT + 8 * slot; }
+
+    // Asks for a box into its slot; the thread that copies calls it.
     __device__ __forceinline__ void load(int slot, int box) const {
-        const unsigned full = barriers + 8 * slot;
         const unsigned destination = tiles_at + slot * BOX_BYTES;
-        const int key = first_key + box * RINGS * BOX_TOKENS;
-        mbarrier_expect(full, BOX_BYTES);
-        tensor_load(destination, k, key, 0, bh, full);
-        if (!JOINED_BOX) tensor_load(destination + K_BYTES, v, key, 0, bh, full);
+        const int key = first_key + box * WARPGROUPS * BOX_TOKENS;
+        mbarrier_expect(full(slot), BOX_BYTES);
+        tensor_load(destination, k_map, key, 0, bh, full(slot));
+        if (!JOINED_BOX) tensor_load(destination + K_BYTES, v_map, key, 0, bh, full(slot));
+    }
+
+    // Asks for box `box` - 2 + STAGES where there is such a box; its slot is the one left two boxes ago.
+    __device__ __forceinline__ void refill(int box, int slot, int parity) const {
+        if (!copies || box < 2 || box - 2 + STAGES >= boxes) return;
+        const int left = slot - 2 + (slot < 2 ? STAGES : 0);
+        mbarrier_wait(empty(left), slot < 2 ? parity ^ 1 : parity);
+        load(left, box - 2 + STAGES);
+    }
+
+    // How many of the thread's keys of a step of the last box exist, counting from its first key.
+    __device__ __forceinline__ int thread_keys(int step) const {
+        return last_keys - 32 * step - threadIdx.x % 4 * 2;
     }
 };
 
@@ -87,73 +113,60 @@ __device__ __forceinline__ int divide(unsigned x, int divisor, unsigned inverse)
     return quotient + (static_cast<int>(x) - quotient * divisor >= divisor);
 }
 
-// Asks for a block's head to be brought into L2: each of the head's blocks for its part.
-__device__ __forceinline__ void fetch_ahead(const T* qkv, int block, int tokens, int tiles,
-                                            unsigned tiles_inverse) {
-    const int bh = divide(block, tiles, tiles_inverse), part = block - bh * tiles;
-    const int head_units = (2 * KEY_DIM + VALUE_DIM) * (tokens / 8);  // of 16 bytes
-    const int part_units = divide(head_units, tiles, tiles_inverse) + 1;
-    const int units = min(part_units, head_units - part * part_units);
-    if (units > 0)
-        prefetch_to_l2(qkv + (static_cast<long long>(bh) * head_units + part * part_units) * 8, units * 16);
-}
-
 // The warp's 16 queries as operand A: a[h + 2 j] of step i = query (lane / 4 + 8 h), channel 16 i + 8 j + ...
-// ldmatrix takes the row of channel 8 j + lane % 8 from lane, at the 16-byte unit 2 * band + h, swizzled.
-// The sign of the scale goes into Q; so does a scale of 0, as a product: what is not a number stays so.
-__device__ __forceinline__ void read_q(unsigned (&q)[KEY_STEPS][4], const unsigned char* tile, int band,
-                                       float& scale) {
-    const int lane = threadIdx.x % 32, row = lane % 8, h = lane / 8 % 2, j = lane / 16;
-    const unsigned char* address = tile + (8 * j + row) * ROW_BYTES + (((2 * band + h) ^ row) * 16);
+// ldmatrix takes the row of channel 8 j + lane % 8 from lane, at the 16-byte unit 2 * warp + h, swizzled.
+__device__ __forceinline__ void read_q(unsigned (&q)[KEY_STEPS][4], const unsigned char* tile) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int row = lane % 8, h = lane / 8 % 2, j = lane / 16;
+    const unsigned char* address = tile + (8 * j + row) * ROW_BYTES + (((2 * warp + h) ^ row) * 16);
 #pragma unroll
     for (int step = 0; step < KEY_STEPS; ++step)
         ldmatrix_x4_trans(q[step], address + step * 16 * ROW_BYTES);
-    if (scale > 0) return;
-#pragma unroll
-    for (int step = 0; step < KEY_STEPS; ++step) {
-        for (int i = 0; i < 4; ++i) {
-            const float sign = scale < 0 ? -1.0f : 0.0f;
-            const T* pair = reinterpret_cast<const T*>(&q[step][i]);
-            q[step][i] = pack2(sign * to_float(pair[0]), sign * to_float(pair[1]), T());
-        }
-    }
-    scale = scale < 0 ? -scale : 1.0f;
 }
 
-// Takes the keys from `keys` on, which do not exist, out of a step's scores; the thread's first key is 0.
-__device__ __forceinline__ void remove_keys(float (&s)[16], int keys) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-        s[i] = 8 * (i / 4) + i % 2 < keys ? s[i] : __uint_as_float(0xff800000u);
+// Whether the i-th of a thread's scores of a step belongs to one of the first `keys` keys, where `keys`
+// counts from the thread's own first key.
+__device__ __forceinline__ bool exists(int i, int keys) {
+    return 8 * (i / 4) + i % 2 < keys;
 }
 
-// P = 2^(scale S - reference) of a step's 32 keys, packed as operand A; `sums` of the thread's weights.
-__device__ __forceinline__ void weigh(const float (&s)[16], unsigned (&p)[2][4], float (&sums)[2],
-                                      const float (&reference)[2], float scale) {
+// P = 2^(scale S - reference) of a step's 32 keys, packed as operand A; 0 for keys that do not exist. Adds
+// the thread's weights to its sums.
+template <bool ALL_EXIST>
+__device__ __forceinline__ void weigh(const float (&s)[16], unsigned (&p)[2][4], Softmax& softmax,
+                                      float scale, int keys) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float weight[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            weight[i] = exp2_approx(fmaf(s[8 * half + i], scale, -reference[i / 2 % 2]));
+        for (int i = 0; i < 8; ++i) {
+            weight[i] = exp2_approx(fmaf(s[8 * half + i], scale, -softmax.reference[i / 2 % 2]));
+            if (!ALL_EXIST && !exists(8 * half + i, keys)) weight[i] = 0;
+        }
         // One pair after the other: little is left to add once the last weight is there.
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            const float pair = weight[i] + weight[i + 1];
-            sums[i / 2 % 2] = half == 0 && i < 4 ? pair : sums[i / 2 % 2] + pair;
-        }
+        for (int i = 0; i < 8; i += 2)
+            softmax.sum[i / 2 % 2] += weight[i] + weight[i + 1];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             p[half][i] = pack2(weight[2 * i], weight[2 * i + 1], T());
     }
 }
 
+__device__ __forceinline__ void weigh_all(const float (&s)[16], unsigned (&p)[2][4], Softmax& softmax,
+                                          float scale) {
+    weigh<true>(s, p, softmax, scale, 32);
+}
+
 // The largest scaled score of a step, for each of the thread's two queries (not-a-number is passed over).
-__device__ __forceinline__ void step_maximum(float (&maximum)[2], const float (&s)[16], float scale) {
+__device__ __forceinline__ void step_maximum(float (&maximum)[2], const float (&s)[16], float scale,
+                                             int keys) {
     maximum[0] = maximum[1] = LOWEST;
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-        maximum[i / 2 % 2] = fmaxf(maximum[i / 2 % 2], s[i] * scale);
+    for (int i = 0; i < 16; ++i) {
+        const float score = exists(i, keys) ? s[i] * scale : LOWEST;
+        maximum[i / 2 % 2] = fmaxf(maximum[i / 2 % 2], score);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(0xffffffffu, maximum[h], 1));
@@ -163,9 +176,9 @@ __device__ __forceinline__ void step_maximum(float (&maximum)[2], const float (&
 
 // Raises the references to a step's maximum and scales down what was summed.
 __device__ __forceinline__ void raise(Softmax& softmax, float (&o)[VALUE_ROWS / 2], const float (&s)[16],
-                                      float scale) {
+                                      float scale, int keys) {
     float maximum[2], factor[2];
-    step_maximum(maximum, s, scale);
+    step_maximum(maximum, s, scale, keys);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const float raised = fmaxf(softmax.reference[h], maximum[h]);
@@ -178,30 +191,27 @@ __device__ __forceinline__ void raise(Softmax& softmax, float (&o)[VALUE_ROWS / 
         o[i] *= factor[i / 2 % 2];
 }
 
-// One step's P. What is in flight meanwhile writes the other buffer of S and o. The branch at the end keeps
-// the compiler from moving the exponentials behind the caller's wait for that; so they stand between its
-// products.
-__device__ __forceinline__ void softmax_step(Softmax& softmax, const float (&s)[16], unsigned (&p)[2][4],
-                                             float (&o)[VALUE_ROWS / 2], float scale, bool has_queries) {
-    float sums[2] = {0, 0};
-    if (!SKIP_IDLE || has_queries) weigh(s, p, sums, softmax.reference, scale);
-    // Not-a-number and infinity go this way, too. The warp decides as one: its lanes share the rows.
-    if (__any_sync(0xffffffffu, !(sums[0] <= RAISE_ABOVE && sums[1] <= RAISE_ABOVE))) {
-        wgmma_wait<0>();
-        raise(softmax, o, s, scale);
-        weigh(s, p, sums, softmax.reference, scale);
+// Operand A of the scores.
+struct Queries {
+    unsigned registers[KEY_STEPS][4];
+    unsigned long long tile;  // descriptor
+};
+
+// One 16-channel step of S = Q^T K for 32 keys: K's rows are channels, its keys run along them (transposed).
+__device__ __forceinline__ void scores_step(float (&s)[16], const Queries& q, unsigned long long k,
+                                            int step) {
+    const int move = step * (16 * ROW_BYTES / 16);
+    if constexpr (Q_FROM_SHARED) {
+        wgmma<1, 1>(s, q.tile + move, k + move, step > 0, T());
+    } else {
+        wgmma<1>(s, q.registers[step], k + move, step > 0, T());
     }
-    softmax.sum[0] += sums[0];
-    softmax.sum[1] += sums[1];
 }
 
-// S = Q^T K for 32 keys: K's rows are channels, its keys run along them (transposed), 16 channels a step.
-__device__ __forceinline__ void scores(float (&s)[16], const unsigned (&q)[KEY_STEPS][4],
-                                       unsigned long long k) {
+__device__ __forceinline__ void scores(float (&s)[16], const Queries& q, unsigned long long k) {
 #pragma unroll
-    for (int step = 0; step < KEY_STEPS; ++step) {
-        wgmma<1>(s, q[step], k + step * (16 * ROW_BYTES / 16), step > 0, T());
-    }
+    for (int step = 0; step < KEY_STEPS; ++step)
+        scores_step(s, q, k, step);
 }
 
 // O += P V^T for 32 keys: V's rows are channels and its keys run along them, 16 keys (32 bytes) a step.
@@ -213,18 +223,220 @@ __device__ __forceinline__ void values(float (&o)[VALUE_ROWS / 2], const unsigne
 }
 
 // Both, taking turns: neither waits for its own previous product.
-__device__ __forceinline__ void scores_and_values(float (&s)[16], const unsigned (&q)[KEY_STEPS][4],
-                                                  unsigned long long k, float (&o)[VALUE_ROWS / 2],
-                                                  const unsigned (&p)[2][4], unsigned long long v) {
-    if constexpr (IN_TURN) {
+__device__ __forceinline__ void scores_and_values(float (&s)[16], const Queries& q, unsigned long long k,
+                                                  float (&o)[VALUE_ROWS / 2], const unsigned (&p)[2][4],
+                                                  unsigned long long v) {
 #pragma unroll
-        for (int step = 0; step < (KEY_STEPS > 2 ? KEY_STEPS : 2); ++step) {
-            if (step < KEY_STEPS) wgmma<1>(s, q[step], k + step * (16 * ROW_BYTES / 16), step > 0, T());
-            if (step < 2) wgmma<0>(o, p[step], v + step * 2, true, T());
+    for (int step = 0; step < (KEY_STEPS > 2 ? KEY_STEPS : 2); ++step) {
+        if (step < KEY_STEPS) scores_step(s, q, k, step);
+        if (step < 2) wgmma<0>(o, p[step], v + step * 2, true, T());
+    }
+}
+
+// The first pass's reference: near the maximum of the first keys.
+__device__ __forceinline__ void start(Softmax& softmax, const float (&s)[16], float scale, int keys) {
+    step_maximum(softmax.reference, s, scale, keys);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        softmax.reference[h] += reference_above_maximum(T());
+        softmax.sum[h] = 0;
+    }
+}
+
+// All keys of the ring against a reference that stays as it is. At the end every box was brought and waited
+// for, and nothing is in flight.
+__device__ __forceinline__ void first_pass(const Ring& ring, const Queries& q, float scale, Softmax& softmax,
+                                           float (&o)[VALUE_ROWS / 2]) {
+    unsigned p0[2][4], p1[2][4] = {};
+    float s0[16], s1[16];
+    for (int i = 0; i < 16; ++i)
+        s0[i] = s1[i] = 0;
+    for (int i = 0; i < VALUE_ROWS / 2; ++i)
+        o[i] = 0;
+    mbarrier_wait(ring.full(0), 0);
+    wgmma_fence();
+    scores(s0, q, ring.k);
+    scores(s1, q, ring.k + SECOND_HALF);
+    wgmma_commit();
+    wgmma_wait<0>();
+    start(softmax, s0, scale, ring.boxes == 1 ? ring.thread_keys(0) : 32);
+
+    int slot = 0, parity = 0;
+    auto turn = [&](int box) {
+        // In flight: the scores of the second half and the product with the previous box. What branches
+        // stands before the wait for them: so the exponentials that need it are in one block with the
+        // products, and the compiler mixes the two.
+        const int this_slot = slot;
+        ring.refill(box, slot, parity);
+        if (++slot == STAGES) {
+            slot = 0;
+            parity ^= 1;
+        }
+        __syncwarp();
+        mbarrier_wait(ring.full(slot), parity);
+        wgmma_wait<0>();
+        if (threadIdx.x % 32 == 0 && box > 0)
+            mbarrier_arrive(ring.empty(this_slot == 0 ? STAGES - 1 : this_slot - 1));
+        const unsigned long long v = ring.v + this_slot * NEXT_BOX, k = ring.k + slot * NEXT_BOX;
+        wgmma_fence();
+        scores_and_values(s0, q, k, o, p0, v);
+        wgmma_commit();
+        weigh_all(s1, p1, softmax, scale);
+        wgmma_wait<0>();
+        if (LOOP == 1 && ring.last_keys < 32 && box + 2 == ring.boxes) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i)
+                s0[i] = exists(i, ring.thread_keys(0))
+                            ? s0[i]
+                            : __uint_as_float(scale < 0 ? 0x7f800000u : 0xff800000u);
+        }
+        wgmma_fence();
+        scores_and_values(s1, q, k + SECOND_HALF, o, p1, v + SECOND_HALF);
+        wgmma_commit();
+    };
+    if constexpr (LOOP == 0) {
+#pragma unroll 1
+        for (int box = 0; box + 1 < ring.boxes; ++box) {
+            weigh_all(s0, p0, softmax, scale);
+            turn(box);
         }
     } else {
-        scores(s, q, k);
-        values(o, p, v);
+        weigh<false>(s0, p0, softmax, scale, ring.boxes == 1 ? ring.thread_keys(0) : 32);
+#pragma unroll 1
+        for (int box = 0; box + 1 < ring.boxes; ++box) {
+            turn(box);
+            weigh_all(s0, p0, softmax, scale);
+        }
+    }
+
+    const unsigned long long v = ring.v + slot * NEXT_BOX;
+    if (LOOP == 0) weigh<false>(s0, p0, softmax, scale, ring.thread_keys(0));
+    wgmma_wait<0>();
+    wgmma_fence();
+    values(o, p0, v);
+    wgmma_commit();
+    if (ring.last_keys > 32) {
+        weigh<false>(s1, p1, softmax, scale, ring.thread_keys(1));
+        wgmma_wait<0>();
+        wgmma_fence();
+        values(o, p1, v + SECOND_HALF);
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+}
+
+// LOOP 2: one buffer of scores; the weights are made while the previous product runs.
+__device__ __forceinline__ void lean_pass(const Ring& ring, const Queries& q, float scale, Softmax& softmax,
+                                          float (&o)[VALUE_ROWS / 2]) {
+    unsigned p0[2][4], p1[2][4];
+    float s[16];
+    for (int i = 0; i < 16; ++i)
+        s[i] = 0;
+    for (int i = 0; i < VALUE_ROWS / 2; ++i)
+        o[i] = 0;
+    mbarrier_wait(ring.full(0), 0);
+    wgmma_fence();
+    scores(s, q, ring.k);
+    wgmma_commit();
+    wgmma_wait<0>();
+    start(softmax, s, scale, ring.boxes == 1 ? ring.thread_keys(0) : 32);
+
+    int slot = 0, parity = 0;
+#pragma unroll 1
+    for (int box = 0; box + 1 < ring.boxes; ++box) {
+        // The scores of the first half are there; the product with the previous box's second half may be
+        // in flight.
+        const int this_slot = slot;
+        weigh_all(s, p0, softmax, scale);
+        wgmma_fence();
+        scores(s, q, ring.k + this_slot * NEXT_BOX + SECOND_HALF);
+        wgmma_commit();
+        values(o, p0, ring.v + this_slot * NEXT_BOX);
+        wgmma_commit();
+        ring.refill(box, slot, parity);
+        if (++slot == STAGES) {
+            slot = 0;
+            parity ^= 1;
+        }
+        __syncwarp();
+        mbarrier_wait(ring.full(slot), parity);
+        wgmma_wait<1>();
+        if (threadIdx.x % 32 == 0 && box > 0)
+            mbarrier_arrive(ring.empty(this_slot == 0 ? STAGES - 1 : this_slot - 1));
+        weigh_all(s, p1, softmax, scale);
+        wgmma_fence();
+        scores(s, q, ring.k + slot * NEXT_BOX);
+        wgmma_commit();
+        values(o, p1, ring.v + this_slot * NEXT_BOX + SECOND_HALF);
+        wgmma_commit();
+        wgmma_wait<1>();
+    }
+
+    const int at = slot * NEXT_BOX;
+    weigh<false>(s, p0, softmax, scale, ring.thread_keys(0));
+    wgmma_fence();
+    scores(s, q, ring.k + at + SECOND_HALF);
+    values(o, p0, ring.v + at);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (ring.last_keys > 32) {
+        weigh<false>(s, p1, softmax, scale, ring.thread_keys(1));
+        wgmma_fence();
+        values(o, p1, ring.v + at + SECOND_HALF);
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+}
+
+// Whether the first pass may have left the range of a type; so it has where anything is not a number.
+__device__ __forceinline__ bool left_range(const Softmax& softmax, const float (&o)[VALUE_ROWS / 2]) {
+    if (softmax.sum[0] < MODEST_SUM && softmax.sum[1] < MODEST_SUM) return false;
+    float total =
+        softmax.sum[0] < LARGEST_SUM && softmax.sum[1] < LARGEST_SUM ? 0 : __uint_as_float(0x7f800000u);
+#pragma unroll
+    for (int i = 0; i < VALUE_ROWS / 2; ++i)
+        total += fabsf(o[i]);
+    return !(total < 1e38f);
+}
+
+// The same again with the exact online softmax, one step after the other. The ring goes on where the first
+// pass left it, as if the boxes came again after the last one.
+__device__ __forceinline__ void exact_pass(const Ring& ring, const Queries& q, float scale, Softmax& softmax,
+                                           float (&o)[VALUE_ROWS / 2]) {
+    unsigned p[2][4];
+    float s[16];
+    for (int i = 0; i < 16; ++i)
+        s[i] = 0;
+    for (int i = 0; i < VALUE_ROWS / 2; ++i)
+        o[i] = 0;
+    for (int h = 0; h < 2; ++h) {
+        softmax.reference[h] = LOWEST;
+        softmax.sum[h] = 0;
+    }
+    if (ring.copies) {
+#pragma unroll 1
+        for (int box = 0; box < STAGES && box < ring.boxes; ++box)
+            ring.load((ring.boxes + box) % STAGES, box);
+    }
+#pragma unroll 1
+    for (int step = 0; step < 2 * ring.boxes; ++step) {
+        const int box = step / 2, second = step % 2, turn = ring.boxes + box, slot = turn % STAGES;
+        const int keys = box + 1 == ring.boxes ? ring.thread_keys(second) : 32;
+        const int at = slot * NEXT_BOX + second * SECOND_HALF;
+        mbarrier_wait(ring.full(slot), turn / STAGES % 2);
+        wgmma_fence();
+        scores(s, q, ring.k + at);
+        wgmma_commit();
+        wgmma_wait<0>();
+        raise(softmax, o, s, scale, keys);
+        weigh<false>(s, p, softmax, scale, keys);
+        wgmma_fence();
+        values(o, p, ring.v + at);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (second == 0) continue;
+        warpgroup_sync(1 + threadIdx.x / 128);  // all warps of the ring have done with the box
+        if (ring.copies && box + STAGES < ring.boxes) ring.load(slot, box + STAGES);
     }
 }
 
@@ -263,13 +475,12 @@ __device__ __forceinline__ void write_item(T* out, float* lse, Softmax& softmax,
                                            const float (&o)[VALUE_ROWS / 2], int bh, int token, int tokens) {
     finish_sums(softmax, lse, true, bh, token, tokens);
 #pragma unroll
-    for (int block = 0; block < VALUE_ROWS / 8; ++block) {
+    for (int block = 0; block < VALUE_ROWS / 8; ++block)
         write_block(out, softmax.sum, o + 4 * block, block, bh, token, tokens);
-    }
 }
 
 // Puts the warpgroups' parts of the keys together, each brought to the largest reference, and stores: the
-// warpgroups take turns over blocks of 8 channels. The parts meet in the rings, which are no longer in use.
+// warpgroups take turns over blocks of 8 channels. The parts meet in the rings, which no warp uses any more.
 __device__ __forceinline__ void merge_and_write(T* out, float* lse, const Softmax& part,
                                                 unsigned char* memory, const float (&o)[VALUE_ROWS / 2],
                                                 int group, int bh, int token, int tokens) {
@@ -277,7 +488,6 @@ __device__ __forceinline__ void merge_and_write(T* out, float* lse, const Softma
     float* parts = reinterpret_cast<float*>(memory) + threadIdx.x % 128;
     constexpr int NEXT_GROUP = RING_BYTES / sizeof(float), NEXT = 128;
     float* mine = parts + group * NEXT_GROUP;
-    __syncthreads();  // no warp's wgmma reads a ring any more
 #pragma unroll
     for (int i = 0; i < VALUE_ROWS / 2; ++i)
         mine[i * NEXT] = o[i];
@@ -312,134 +522,63 @@ __device__ __forceinline__ void merge_and_write(T* out, float* lse, const Softma
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIPROCESSOR)
     psa_forward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                       const __grid_constant__ TensorMap v_map, const T* __restrict__ qkv,
-                       T* __restrict__ out, float* __restrict__ lse, int tokens, unsigned tiles_inverse,
-                       int blocks_at_once, float scale) {
+                       const __grid_constant__ TensorMap v_map, T* __restrict__ out, float* __restrict__ lse,
+                       int tokens, unsigned tiles_inverse, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
-    const int lane = threadIdx.x % 32;
     // Told to be the same in the whole warp.
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    const int tiles = (tokens + ITEM_QUERIES - 1) / ITEM_QUERIES;
+    const int tiles = (tokens + 63) / 64;
     const int bh = divide(blockIdx.x, tiles, tiles_inverse);
-    const int first_token = (blockIdx.x - bh * tiles) * ITEM_QUERIES;
+    const int first_token = (blockIdx.x - bh * tiles) * 64;
     const int all_boxes = (tokens + BOX_TOKENS - 1) / BOX_TOKENS;
-    const int ring = SPLIT_KEYS ? group : 0;
-    const int boxes = (all_boxes - ring + RINGS - 1) / RINGS;
-    const unsigned ring_at = shared + ring * RING_BYTES;
-    const unsigned barriers = shared + BARRIERS_AT + ring * 16 * STAGES;
-    const bool copies_for_ring = threadIdx.x % RING_THREADS == 0;
-    const Copies copies{&k_map, &v_map, ring_at, barriers, bh, ring * BOX_TOKENS};
+    Ring ring;
+    ring.k_map = &k_map;
+    ring.v_map = &v_map;
+    ring.tiles_at = shared + group * RING_BYTES;
+    ring.barriers = shared + BARRIERS_AT + group * 16 * STAGES;
+    ring.k = wgmma_descriptor(ring.tiles_at);
+    ring.v = wgmma_descriptor(ring.tiles_at + K_BYTES);
+    ring.bh = bh;
+    ring.first_key = group * BOX_TOKENS;
+    ring.boxes = (all_boxes - group + WARPGROUPS - 1) / WARPGROUPS;
+    ring.last_keys = tokens - (group + (ring.boxes - 1) * WARPGROUPS) * BOX_TOKENS;
+    ring.copies = threadIdx.x % 128 == 0;
 
-    if (copies_for_ring) {
+    if (ring.copies) {
         tensor_map_prefetch(&q_map);
         tensor_map_prefetch(&k_map);
         if (!JOINED_BOX) tensor_map_prefetch(&v_map);
         for (int slot = 0; slot < STAGES; ++slot) {
-            mbarrier_init(barriers + 8 * slot, 1);
-            mbarrier_init(barriers + EMPTY_AT + 8 * slot, RING_THREADS / 32);
+            mbarrier_init(ring.full(slot), 1);
+            mbarrier_init(ring.empty(slot), 4);
         }
-        if (ring == 0) mbarrier_init(shared + Q_FULL_AT, 1);
+        if (group == 0) mbarrier_init(shared + Q_FULL_AT, 1);
         mbarrier_fence_init();
-        if (ring == 0) {
-            mbarrier_expect(shared + Q_FULL_AT, Q_TILES * K_BYTES);
-            for (int tile = 0; tile < Q_TILES; ++tile) {
-                tensor_load(shared + Q_AT + tile * K_BYTES, &q_map, first_token + 64 * tile, 0, bh,
-                            shared + Q_FULL_AT);
-            }
+        if (group == 0) {
+            mbarrier_expect(shared + Q_FULL_AT, K_BYTES);
+            tensor_load(shared + Q_AT, &q_map, first_token, 0, bh, shared + Q_FULL_AT);
         }
 #pragma unroll 1
-        for (int box = 0; box < STAGES && box < boxes; ++box)
-            copies.load(box, box);
-        if (FETCH_AHEAD && ring == 0) {
-            const int later = blockIdx.x + blocks_at_once;
-            if (blockIdx.x < blocks_at_once) fetch_ahead(qkv, blockIdx.x, tokens, tiles, tiles_inverse);
-            if (later < gridDim.x) fetch_ahead(qkv, later, tokens, tiles, tiles_inverse);
-        }
+        for (int box = 0; box < STAGES && box < ring.boxes; ++box)
+            ring.load(box, box);
     }
     __syncthreads();
 
-    const unsigned char* q_tile = memory + Q_AT + (SPLIT_KEYS ? 0 : group) * K_BYTES;
-    const unsigned long long k_tile = wgmma_descriptor(ring_at);
-    const unsigned long long v_tile = wgmma_descriptor(ring_at + K_BYTES);
-    constexpr int NEXT_BOX = BOX_BYTES / 16, SECOND_HALF = 32 * 2 / 16;  // in descriptors
-    // Which 16 queries of its warpgroup's 64 a warp takes: another for each head, so that the warps with
-    // queries in a last, partly filled tile are spread over the multiprocessor.
-    const int band = (threadIdx.x / 32 + bh) % 4;
-    const int token = first_token + (SPLIT_KEYS ? 0 : 64 * group) + 16 * band;
-    const bool has_queries = token < tokens;
-
-    unsigned q[KEY_STEPS][4], p0[2][4] = {}, p1[2][4] = {};
-    float s0[16], s1[16], o[VALUE_ROWS / 2];
+    const int token = first_token + threadIdx.x / 32 % 4 * 16;
+    Queries q;
+    float o[VALUE_ROWS / 2];
     Softmax softmax;
-    for (int i = 0; i < 16; ++i)
-        s0[i] = s1[i] = 0;
-    for (int i = 0; i < VALUE_ROWS / 2; ++i)
-        o[i] = 0;
     mbarrier_wait(shared + Q_FULL_AT, 0);
-    read_q(q, q_tile, band, scale);
-    mbarrier_wait(barriers, 0);
-    wgmma_fence();
-    scores(s0, q, k_tile);
-    scores(s1, q, k_tile + SECOND_HALF);
-    wgmma_commit();
-    wgmma_wait<0>();
-    const int last_keys = tokens - (ring + (boxes - 1) * RINGS) * BOX_TOKENS;  // 64 or more: all exist
-    const int thread_keys = last_keys - lane % 4 * 2;
-    if (boxes == 1 && last_keys < 32) remove_keys(s0, thread_keys);
-    step_maximum(softmax.reference, s0, scale);
-    weigh(s0, p0, softmax.sum, softmax.reference, scale);  // all at most 1
-
-    int slot = 0, parity = 0;
-#pragma unroll 1
-    for (int box = 0; box + 1 < boxes; ++box) {
-        // P of the first half is there; the scores of the second and the product with the previous box may be
-        // in flight. Everything that branches stands before the wait for them: so the exponentials, which
-        // need it, are in one block with the products, and the compiler mixes the two.
-        const int this_slot = slot, left_parity = parity;
-        if (++slot == STAGES) {
-            slot = 0;
-            parity ^= 1;
-        }
-        if (copies_for_ring && box > 1 && box - 2 + STAGES < boxes) {
-            const int left = this_slot - 2 + (this_slot < 2 ? STAGES : 0);
-            mbarrier_wait(barriers + EMPTY_AT + 8 * left, this_slot < 2 ? left_parity ^ 1 : left_parity);
-            copies.load(left, box - 2 + STAGES);
-        }
-        __syncwarp();
-        mbarrier_wait(barriers + 8 * slot, parity);
-        wgmma_wait<0>();
-        if (lane == 0 && box > 0) {
-            mbarrier_arrive(barriers + EMPTY_AT + 8 * (this_slot == 0 ? STAGES - 1 : this_slot - 1));
-        }
-        const unsigned long long v = v_tile + this_slot * NEXT_BOX, k = k_tile + slot * NEXT_BOX;
-        wgmma_fence();
-        scores_and_values(s0, q, k, o, p0, v);
-        wgmma_commit();
-        softmax_step(softmax, s1, p1, o, scale, has_queries);
-        wgmma_wait<0>();
-        if (box + 2 == boxes && last_keys < 32) remove_keys(s0, thread_keys);
-        wgmma_fence();
-        scores_and_values(s1, q, k + SECOND_HALF, o, p1, v + SECOND_HALF);
-        wgmma_commit();
-        softmax_step(softmax, s0, p0, o, scale, has_queries);
+    q.tile = wgmma_descriptor(shared + Q_AT);
+    if (!Q_FROM_SHARED) read_q(q.registers, memory + Q_AT);
+    if (LOOP == 2) {
+        lean_pass(ring, q, scale, softmax, o);
+    } else {
+        first_pass(ring, q, scale, softmax, o);
     }
-
-    const unsigned long long v = v_tile + slot * NEXT_BOX;
-    wgmma_wait<0>();
-    wgmma_fence();
-    values(o, p0, v);
-    wgmma_commit();
-    if (last_keys > 32) {
-        if (last_keys < 64) remove_keys(s1, thread_keys - 32);
-        softmax_step(softmax, s1, p1, o, scale, has_queries);
-        wgmma_wait<0>();
-        wgmma_fence();
-        values(o, p1, v + SECOND_HALF);
-        wgmma_commit();
-    }
-    wgmma_wait<0>();
-    if constexpr (SPLIT_KEYS) {
+    if (__syncthreads_or(left_range(softmax, o))) exact_pass(ring, q, scale, softmax, o);
+    if constexpr (WARPGROUPS > 1) {
         merge_and_write(out, lse, softmax, memory, o, group, bh, token, tokens);
     } else {
         write_item(out, lse, softmax, o, bh, token, tokens);

@@ -82,13 +82,6 @@ __device__ __forceinline__ void bulk_load(unsigned destination, const void* sour
         : "memory");
 }
 
-// Asks for `bytes` contiguous bytes to be brought into the L2 cache; both are multiples of 16.
-__device__ __forceinline__ void prefetch_to_l2(const void* source, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(source)),
-                 "r"(bytes)
-                 : "memory");
-}
-
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma or TMA (then a barrier).
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -30,8 +30,8 @@ def available() -> bool:
 def encode(tensor_map: TensorMap, base_address: int, dtype: np.dtype) -> bytes:
     """The 128 bytes of a CUtensorMap.
 
-    A pure function of its arguments, which makes keeping recent results safe: memory that is freed and
-    handed out again at the same address has the same map.
+    A pure function of its arguments, so that a caller may keep what it gave: memory that is freed and handed
+    out again at the same address has the same map.
 
     Parameters
     ----------
@@ -54,11 +54,6 @@ def encode(tensor_map: TensorMap, base_address: int, dtype: np.dtype) -> bytes:
     """
     if dtype not in _DATA_TYPES:
         raise TypeError(f"tensor_map: dtype is {dtype}, expected float16 or bfloat16")
-    return _encode(tensor_map, base_address, dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _encode(tensor_map: TensorMap, base_address: int, dtype: np.dtype) -> bytes:
     address = base_address + tensor_map.offset * dtype.itemsize
     strides = tuple(stride * dtype.itemsize for stride in tensor_map.strides)
     _require_possible(tensor_map, address, strides, dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Tensor maps: what is refused, what is kept, and (on a GPU) that the driver takes ours."""
+"""Tensor maps: what the driver is asked, what is refused, and (on a GPU) that the driver takes ours."""
 
 import dataclasses
 
@@ -41,9 +41,7 @@ class Driver:
 def driver(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(tensor_map, "_driver_function", lambda: driver)
-    tensor_map._encode.cache_clear()
-    yield driver
-    tensor_map._encode.cache_clear()
+    return driver
 
 
 def test_arguments_of_the_driver(driver):
@@ -58,19 +56,6 @@ def test_arguments_of_the_driver(driver):
     assert call["box"] == MAP.box
     assert call["steps"] == (1, 1, 1)
     assert call["modes"] == (0, 3, 3, 0)
-
-
-def test_recent_maps_are_kept_by_map_address_and_dtype(driver):
-    keys = [
-        (MAP, ADDRESS, FLOAT16),
-        (MAP, ADDRESS, BFLOAT16),
-        (MAP, ADDRESS + 16, FLOAT16),
-        (dataclasses.replace(MAP, box=(64, 48, 1)), ADDRESS, FLOAT16),
-    ]
-    for key in keys * 2:
-        tensor_map.encode(*key)
-    assert len(driver.calls) == len(keys)
-    assert tensor_map._encode.cache_info().maxsize is not None
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -97,17 +82,14 @@ def test_what_tma_cannot_do_is_a_value_error(driver, change, address, message):
     assert driver.calls == []
 
 
-def test_refusal_of_the_driver_is_an_error_and_is_not_kept(driver):
+def test_refusal_of_the_driver_is_an_error(driver):
     driver.status = 1
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="CUresult 1"):
-            tensor_map.encode(MAP, ADDRESS, FLOAT16)
-    assert len(driver.calls) == 2
+    with pytest.raises(RuntimeError, match="CUresult 1"):
+        tensor_map.encode(MAP, ADDRESS, FLOAT16)
 
 
 def test_without_a_driver(monkeypatch):
     monkeypatch.setattr(tensor_map, "_driver_function", lambda: None)
-    tensor_map._encode.cache_clear()
     assert not tensor_map.available()
     with pytest.raises(RuntimeError, match="no CUDA driver"):
         tensor_map.encode(MAP, ADDRESS, FLOAT16)

@@ -18,6 +18,24 @@ FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DIMS = [(32, 64), (36, 72), (16, 32), (64, 128), (64, 64), (48, 96), (20, 44), (5, 3), (64, 8), (16, 128)]
 
 
+def rising(qkv, key_dim):
+    """Scores grow along the keys, far beyond those of the first ones."""
+    qkv[:, key_dim : 2 * key_dim] *= np.linspace(0.02, 1, qkv.shape[2], dtype=np.float32)
+
+
+def large_at_the_end(qkv, key_dim):
+    """One large score, at the last key."""
+    keys = qkv[:, key_dim : 2 * key_dim]
+    keys[:, :, :-1] *= 0.01
+
+
+def negative(qkv, key_dim):
+    """All scores far below the 0 that missing keys have."""
+    queries, keys = qkv[:, :key_dim], qkv[:, key_dim : 2 * key_dim]
+    np.abs(queries, out=queries)
+    np.negative(np.abs(keys), out=keys)
+
+
 def problem(tokens=400, dims=(32, 64), dtype=BFLOAT16, batch=2, heads=3, **more):
     return PSAProblem(PSAGeometry(batch, heads, *dims, 1, tokens), dtype, dims[0] ** -0.5, **more)
 
@@ -59,11 +77,43 @@ def test_maps_cover_their_channels_and_no_others(dims):
 
 
 @pytest.mark.parametrize("dims", DIMS)
-def test_blocks_fit_a_multiprocessor(dims):
-    tuning = hopper.choose_tuning(problem(dims=dims).geometry, H200)
-    (launch,) = hopper.plan(problem(dims=dims), H200).launches
+@pytest.mark.parametrize(("batch", "tokens"), [(64, 400), (1, 400), (1, 1600)])
+def test_blocks_fit_a_multiprocessor(dims, batch, tokens):
+    described = problem(tokens, dims, batch=batch)
+    tuning = hopper.choose_tuning(described.geometry, H200)
+    (launch,) = hopper.plan(described, H200).launches
     assert tuning.blocks_per_multiprocessor * (launch.shared_bytes + 1024) <= 228 * 1024
+    assert launch.block == (128 * tuning.warpgroups, 1, 1)
     assert tuning.stages >= 3
+
+
+@pytest.mark.parametrize(
+    ("warpgroups", "batch", "heads", "tokens"),
+    [
+        (2, 1, 2, 400),  # 14 tiles
+        (2, 4, 4, 400),
+        (1, 16, 4, 400),  # 448 tiles
+        (1, 64, 4, 400),
+        (4, 1, 2, 1600),  # 50 tiles
+        (1, 8, 4, 1600),
+        (1, 4, 4, 6400),
+    ],
+)
+def test_warpgroups_share_keys_where_there_are_few_tiles(warpgroups, batch, heads, tokens):
+    geometry = problem(tokens, batch=batch, heads=heads).geometry
+    assert hopper.choose_tuning(geometry, H200).warpgroups == warpgroups
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_warpgroup_has_keys(dims):
+    for tokens in range(8, 2048, 8):
+        tuning = hopper.choose_tuning(problem(tokens, dims, batch=1, heads=1).geometry, H200)
+        assert tuning.warpgroups <= -(-tokens // 64)
+
+
+def test_a_device_with_little_shared_memory_is_a_value_error():
+    with pytest.raises(ValueError, match="too little shared memory"):
+        hopper.choose_tuning(problem().geometry, dataclasses.replace(H200, shared_bytes=16 * 1024))
 
 
 def test_one_block_for_each_tile_of_queries():
@@ -73,10 +123,14 @@ def test_one_block_for_each_tile_of_queries():
 
 
 @pytest.mark.skipif(not nvrtc.is_available, reason="CuPy (NVRTC) is not installed: the extra nvrtc")
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_compiles_without_spills_and_without_waiting_for_each_wgmma(dims, dtype):
-    (launch,) = hopper.plan(problem(dims=dims, dtype=dtype), H200).launches
+@pytest.mark.parametrize(
+    ("dims", "dtype", "batch", "tokens"),
+    [(dims, dtype, 64, 400) for dims in DIMS for dtype in (BFLOAT16, FLOAT16)]
+    + [(dims, BFLOAT16, 1, tokens) for dims in [(32, 64), (36, 72), (64, 128)] for tokens in (400, 1600)],
+    ids=str,
+)
+def test_compiles_without_spills_and_without_waiting_for_each_wgmma(dims, dtype, batch, tokens):
+    (launch,) = hopper.plan(problem(tokens, dims, dtype, batch), H200).launches
     report = nvrtc.compile_for(launch.kernel, "sm_90")
     assert report.spilled_bytes == 0
     blocks = dict(launch.kernel.constants)["BLOCKS_PER_MULTIPROCESSOR"]
@@ -94,28 +148,29 @@ class TestOnHopper:
             pytest.skip("not a Hopper GPU")
 
     @staticmethod
-    def run(tokens, dims, dtype, magnitude=1.0, scale=None, spoil=None):
+    def run(tokens, dims, dtype, *, batch=3, magnitude=1.0, scale=None, change=None):
+        """Inputs, outputs and lse; `change(qkv, key_dim)` may edit the (BH, channels, tokens) inputs."""
         import cupy
 
         from psa_cupy.passes.psa import forward_with
 
         key_dim, value_dim = dims
         rng = np.random.default_rng(tokens + key_dim)
-        qkv = rng.standard_normal((3, 2, 2 * key_dim + value_dim, tokens), dtype=np.float32)
-        qkv[:, :, : 2 * key_dim] *= np.float32(magnitude) ** np.float32(0.5)
-        if spoil is not None:
-            qkv[0, 0, key_dim, tokens // 2] = spoil
-        qkv = cupy.asarray(qkv.reshape(3, -1, 1, tokens).astype(dtype))
-        out = cupy.asarray(np.full((3, 2 * value_dim, 1, tokens), np.nan, dtype))
-        lse = cupy.full((3, 2, tokens), cupy.nan, cupy.float32)
+        qkv = rng.standard_normal((2 * batch, 2 * key_dim + value_dim, tokens), dtype=np.float32)
+        qkv[:, : 2 * key_dim] *= np.float32(magnitude) ** np.float32(0.5)
+        if change is not None:
+            change(qkv, key_dim)
+        qkv = cupy.asarray(qkv.reshape(batch, -1, 1, tokens).astype(dtype))
+        out = cupy.asarray(np.full((batch, 2 * value_dim, 1, tokens), np.nan, dtype))
+        lse = cupy.full((batch, 2, tokens), cupy.nan, cupy.float32)
         forward_with("hopper", qkv, 2, key_dim=key_dim, scale=scale, out=out, lse=lse)
         return qkv, out, lse
 
-    def check(self, tokens, dims, dtype, **more):
+    def check(self, tokens, dims, dtype, *, scale=None, **more):
         from psa_cupy.testing import psa_forward_ratios
 
-        qkv, out, lse = self.run(tokens, dims, dtype, **more)
-        ratios = psa_forward_ratios(qkv, out, lse, 2, key_dim=dims[0], scale=more.get("scale"))
+        qkv, out, lse = self.run(tokens, dims, dtype, scale=scale, **more)
+        ratios = psa_forward_ratios(qkv, out, lse, 2, key_dim=dims[0], scale=scale)
         assert max(ratios.values()) <= 1, ratios
 
     @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
@@ -139,15 +194,51 @@ class TestOnHopper:
     def test_scales(self, scale):
         self.check(200, (32, 64), BFLOAT16, magnitude=10, scale=scale)
 
+    @pytest.mark.parametrize("dims", [(32, 64), (36, 72), (64, 128)], ids=str)
+    @pytest.mark.parametrize(("batch", "tokens"), [(24, 400), (1, 400), (1, 776), (1, 1600)])
+    def test_one_and_several_warpgroups_for_the_keys(self, batch, tokens, dims):
+        self.check(tokens, dims, BFLOAT16, batch=batch)
+        self.check(tokens, dims, FLOAT16, batch=batch, magnitude=30)
+
+    @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+    @pytest.mark.parametrize("change", [rising, large_at_the_end])
+    @pytest.mark.parametrize(("batch", "tokens"), [(3, 72), (24, 400), (1, 400), (3, 1600), (1, 1600)])
+    def test_scores_far_above_those_of_the_first_keys(self, batch, tokens, change, dtype):
+        self.check(tokens, (32, 64), dtype, batch=batch, magnitude=300, change=change)
+        self.check(tokens, (36, 72), dtype, batch=batch, magnitude=1e5, change=change)
+
+    @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+    @pytest.mark.parametrize("tokens", [8, 24, 40, 72])
+    def test_missing_keys_do_not_count_where_all_scores_are_negative(self, tokens, dtype):
+        self.check(tokens, (32, 64), dtype, magnitude=300, change=negative)
+
+    def test_values_so_large_that_only_the_exact_sums_are_finite(self):
+        def change(qkv, key_dim):
+            rising(qkv, key_dim)
+            qkv[:, 2 * key_dim :] *= 1e33
+
+        self.check(400, (32, 64), BFLOAT16, magnitude=6, change=change)
+
+    @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
     @pytest.mark.parametrize("spoil", [np.nan, np.inf])
-    def test_what_is_not_finite_stays_in_its_head(self, spoil):
-        _, out, lse = self.run(200, (32, 64), BFLOAT16, spoil=spoil)
-        _, clean_out, clean_lse = self.run(200, (32, 64), BFLOAT16)
-        out, clean_out = (x.reshape(6, -1).view(np.int16).get() for x in (out, clean_out))
-        lse, clean_lse = (x.reshape(6, -1).get() for x in (lse, clean_lse))
-        assert not np.isfinite(lse[0]).all()
-        np.testing.assert_array_equal(lse[1:], clean_lse[1:])
-        np.testing.assert_array_equal(out[1:], clean_out[1:])
+    @pytest.mark.parametrize(("batch", "tokens"), [(3, 200), (3, 400), (24, 400)])
+    def test_what_is_not_finite_stays_in_its_head(self, batch, tokens, spoil, dtype):
+        def change(qkv, key_dim):
+            qkv[0, key_dim, tokens // 2] = spoil  # in k
+            qkv[1, 2 * key_dim, tokens - 1] = spoil  # in the first channel of v
+
+        _, out, lse = self.run(tokens, (32, 64), dtype, batch=batch, change=change)
+        _, clean_out, clean_lse = self.run(tokens, (32, 64), dtype, batch=batch)
+        lse, clean_lse = (x.reshape(2 * batch, -1).get() for x in (lse, clean_lse))
+        out, clean_out = (x.get().reshape(2 * batch, 64, tokens) for x in (out, clean_out))
+        assert np.isnan(lse[0]).any()
+        assert not np.isfinite(out[1, 0].astype(np.float32)).any()
+        np.testing.assert_allclose(lse[1], clean_lse[1], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            *(x[1, 1:].astype(np.float32) for x in (out, clean_out)), rtol=0, atol=0.02
+        )
+        np.testing.assert_array_equal(lse[2:], clean_lse[2:])
+        np.testing.assert_array_equal(out[2:].view(np.int16), clean_out[2:].view(np.int16))
 
     def test_repeatable(self):
         first, second = self.run(400, (36, 72), FLOAT16), self.run(400, (36, 72), FLOAT16)
