@@ -16,6 +16,8 @@ import numpy as np
 DTYPES = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 """The dtypes of every array argument. Told apart by identity: bfloat16's kind is 'V'."""
 
+_ALIGNED = "elements at multiples of their size"
+
 
 def cupy_if_imported():
     """CuPy's module if somebody imported it, else None: no CuPy array can exist before that."""
@@ -34,16 +36,16 @@ def require_arrays(function: str, arrays: Mapping[str, object]) -> bool:
     Raises
     ------
     TypeError
-        If one is no array, or NumPy and CuPy are mixed.
+        If one is no array or has a mask, which no computation here would heed, or NumPy and CuPy are mixed.
     ValueError
-        If they live on several devices.
+        If they live on several devices, or CuPy cannot read one (NumPy copes with any address).
 
     """
     kinds = {}
     for name, array in arrays.items():
         if array is None:
             continue
-        if isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
             kinds[name] = "NumPy"
         elif is_cupy(array):
             kinds[name] = "CuPy"
@@ -54,7 +56,9 @@ def require_arrays(function: str, arrays: Mapping[str, object]) -> bool:
         raise TypeError(f"{function}: arrays must be all NumPy or all CuPy, got a mix: {listed}")
     on_gpu = "CuPy" in kinds.values()
     if on_gpu:
-        _require_one_device(function, {name: arrays[name] for name in kinds})
+        given = {name: arrays[name] for name in kinds}
+        _require_one_device(function, given)
+        _require_aligned(function, given)
     return on_gpu
 
 
@@ -63,6 +67,13 @@ def _require_one_device(function: str, arrays: Mapping[str, object]) -> None:
     if len(set(devices.values())) > 1:
         listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{function}: arrays must be on one device, got {listed}")
+
+
+def _require_aligned(function: str, arrays: Mapping[str, object]) -> None:
+    """Check CuPy arrays' addresses: a kernel that misses an element's alignment ends the CUDA context."""
+    for name, array in arrays.items():
+        if array.data.ptr % array.dtype.itemsize:
+            raise ValueError(f"{function}: {name} is not aligned, expected {_ALIGNED}")
 
 
 def require_dtype(function: str, name: str, array, expected: np.dtype | None = None) -> np.dtype:
@@ -94,13 +105,15 @@ def require_shape(function: str, name: str, array, expected: tuple[int, ...]) ->
 
 
 def require_target(function: str, name: str, target, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Check an array that the function will write: dtype, shape, C-contiguous, writable. None passes."""
+    """Check an array to write to: dtype, shape, C-contiguous, aligned, writable. None passes."""
     if target is None:
         return
     require_dtype(function, name, target, dtype)
     require_shape(function, name, target, shape)
     if not target.flags.c_contiguous:
         raise ValueError(f"{function}: {name} is not C-contiguous, expected a C-contiguous array to write to")
+    if isinstance(target, np.ndarray) and not target.flags.aligned:
+        raise ValueError(f"{function}: {name} is not aligned, expected {_ALIGNED}")
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError(f"{function}: {name} is read-only, expected a writable array")
 
@@ -147,7 +160,10 @@ def softmax_scale(function: str, scale: object, key_dim: int) -> float:
         return key_dim**-0.5
     if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
         raise TypeError(f"{function}: scale is a {type(scale).__name__}, expected a real number or None")
-    value = float(scale)
+    try:
+        value = float(scale)
+    except OverflowError:  # an int past float64
+        value = math.inf if scale > 0 else -math.inf
     if not math.isfinite(value):
         raise ValueError(f"{function}: scale is {value}, expected a finite number or None")
     return value

@@ -74,6 +74,20 @@ def test_arrays_on_two_devices_are_a_value_error(monkeypatch):
     assert str(caught.value) == "merge_attn: arrays must be on one device, got o_lo on 0, o_hi on 1"
 
 
+def test_an_unaligned_cupy_array_is_a_value_error(monkeypatch):
+    """CUDA would end the process's context; a stand-in shows the check without a GPU."""
+
+    class ndarray:
+        device = types.SimpleNamespace(id=0)
+        dtype = np.dtype(np.float32)
+        data = types.SimpleNamespace(ptr=4098)
+
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=ndarray))
+    with pytest.raises(ValueError) as caught:
+        psa_cupy.extract_v(ndarray(), 2)
+    assert str(caught.value) == "extract_v: qkv is not aligned, expected elements at multiples of their size"
+
+
 def test_cpu_kernels_without_a_compiler_say_what_to_install(tmp_path):
     """In a process of its own: here, a kernel that another test compiled needs no compiler."""
     code = """

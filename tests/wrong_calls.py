@@ -35,6 +35,11 @@ def read_only(*shape, dtype=F32):
     return array
 
 
+def unaligned(*shape, dtype=F32):
+    elements = int(np.prod(shape))
+    return np.zeros(elements * np.dtype(dtype).itemsize + 1, np.uint8)[1:].view(dtype).reshape(shape)
+
+
 QKV = zeros(1, 16, 2, 3)  # 2 heads, key_dim 2, value_dim 4, N = 6
 OUT = zeros(1, 8, 2, 3)
 LSE = zeros(1, 2, 6)
@@ -74,6 +79,21 @@ WRONG_CALLS = {
         forward(autograd.Variable(QKV)),
         TypeError,
         "psa_forward: qkv is a Variable, expected a NumPy or CuPy array",
+    ),
+    "forward: a masked array": WrongCall(
+        forward(np.ma.masked_array(QKV, mask=QKV == 0)),
+        TypeError,
+        "psa_forward: qkv is a MaskedArray, expected a NumPy or CuPy array",
+    ),
+    "attention_map: a masked array": WrongCall(
+        lambda: psa_cupy.attention_map(np.ma.masked_array(QKV, mask=True), 2, [0]),
+        TypeError,
+        "attention_map: qkv is a MaskedArray, expected a NumPy or CuPy array",
+    ),
+    "variable: a masked array": WrongCall(
+        lambda: autograd.Variable(np.ma.masked_array(QKV, mask=True)),
+        TypeError,
+        "Variable: data is a MaskedArray, expected a NumPy or CuPy array",
     ),
     "forward: integers": WrongCall(
         forward(zeros(1, 16, 2, 3, dtype=np.int32)), TypeError, f"psa_forward: qkv has dtype int32, {ONE_OF}"
@@ -165,6 +185,16 @@ WRONG_CALLS = {
         ValueError,
         "psa_forward: scale is inf, expected a finite number or None",
     ),
+    "forward: scale an integer past float64": WrongCall(
+        forward(scale=-(10**400)),
+        ValueError,
+        "psa_forward: scale is -inf, expected a finite number or None",
+    ),
+    "flash: scale an integer past float64": WrongCall(
+        flash(scale=10**400),
+        ValueError,
+        "flash_attention_forward: scale is inf, expected a finite number or None",
+    ),
     "forward: scale str": WrongCall(
         forward(scale="1"), TypeError, "psa_forward: scale is a str, expected a real number or None"
     ),
@@ -202,6 +232,16 @@ WRONG_CALLS = {
         forward(out=read_only(1, 8, 2, 3)),
         ValueError,
         "psa_forward: out is read-only, expected a writable array",
+    ),
+    "forward: out unaligned": WrongCall(
+        forward(out=unaligned(1, 8, 2, 3)),
+        ValueError,
+        "psa_forward: out is not aligned, expected elements at multiples of their size",
+    ),
+    "backward: d_qkv unaligned": WrongCall(
+        backward(d_qkv=unaligned(1, 16, 2, 3)),
+        ValueError,
+        "psa_backward: d_qkv is not aligned, expected elements at multiples of their size",
     ),
     "forward: out overlaps qkv": WrongCall(
         forward(out=QKV[:, :8]),

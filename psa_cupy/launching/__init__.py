@@ -25,8 +25,8 @@ class OnCpu:
         self.is_reference = is_reference
 
     def contiguous(self, array: np.ndarray) -> np.ndarray:
-        """The array in C order: itself, or one copy."""
-        return np.ascontiguousarray(array)
+        """The array in C order, its elements aligned: itself, or one copy."""
+        return np.require(array, requirements="CAE")
 
     def aligned(self, *arrays: np.ndarray | None) -> bool:
         """Whether every base address is a multiple of 16 bytes, as wide copies need."""
