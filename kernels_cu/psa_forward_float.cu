@@ -69,9 +69,8 @@ __device__ __forceinline__ double power_of_two(double x) {
 // a tile are at (g, 2 c), (g, 2 c + 1) and elements 2 and 3 at (g + 8, 2 c), (g + 8, 2 c + 1).
 //     Queries    operand A: 16 queries x CHANNEL_STEP channels; made of element(row, channel), both relative
 //     multiply   s = Q^T K of the 16 keys from `first` on in the slot
-//     update     o (16 queries x VALUE_PART channels) += the product of the weights p over these keys and V
-//     (float32:
-//                times 2^-WEIGHT_LIMIT)
+//     update     o (16 queries x VALUE_PART channels) += the product of the weights p over these keys and V;
+//                for float32 times 2^-WEIGHT_LIMIT, which keeps o as small as V
 template <class Element>
 struct Product;
 
