@@ -1,4 +1,4 @@
-"""Inputs in memory of every kind: each public function takes them, answers as for a plain copy, changes none."""
+"""Inputs in memory of any kind: each public function answers as for a plain copy, and changes none."""
 
 import numpy as np
 import pytest

@@ -426,3 +426,75 @@ def test_gradcheck_says_what_backward_should_have_given():
         gradcheck(square_times, lambda *a: (square_times_backward(*a)[0].T, None), ARRAYS)
     with pytest.raises(ValueError, match="arrays is empty"):
         gradcheck(square_times, square_times_backward, [])
+
+
+def cube(x):
+    return x * x * x
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "arrays", "options", "error", "message"),
+    [
+        (cube, lambda d, x: None, ARRAYS[:1], {}, ValueError, "backward gave no gradient"),
+        (
+            cube,
+            lambda d, x: 7 * x,
+            ARRAYS[:1],
+            {"eps": 1e-16},
+            ValueError,
+            r"eps is 1e-16, expected at least",
+        ),
+        (cube, lambda d, x: 7 * x, ARRAYS[:1], {"eps": 0.0}, ValueError, r"eps is 0.0, expected at least"),
+        (cube, lambda d, x: 7 * x, ARRAYS[:1], {"eps": np.nan}, ValueError, r"eps is nan, expected at least"),
+        (
+            cube,
+            lambda d, x: 7 * x,
+            ARRAYS[:1],
+            {"rtol": np.inf},
+            ValueError,
+            "rtol is inf, expected a positive",
+        ),
+        (cube, lambda d, x: 7 * x, ARRAYS[:1], {"rtol": 0}, ValueError, "rtol is 0, expected a positive"),
+        (lambda x: x / 0, lambda d, x: d, ARRAYS[:1], {}, ValueError, "output 0 has NaN or infinity"),
+        (
+            cube,
+            lambda d, x: 1.0,
+            ARRAYS[:1],
+            {},
+            TypeError,
+            "gradient 0 is a float, expected a NumPy or CuPy",
+        ),
+        (cube, cube, [[1.0]], {}, TypeError, "array 0 is a list, expected a NumPy or CuPy array"),
+        (cube, cube, [None], {}, TypeError, "array 0 is None, expected an array of real numbers"),
+        (
+            cube,
+            cube,
+            [ARRAYS[0] * 1j],
+            {},
+            TypeError,
+            "array 0 is of dtype complex64, expected an array of real",
+        ),
+        (lambda x: x > 0, cube, ARRAYS[:1], {}, TypeError, "output 0 has dtype bool, expected float64"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradcheck_refuses_what_would_check_nothing(forward, backward, arrays, options, error, message):
+    with pytest.raises(error, match=f"^gradcheck: {message}"):
+        gradcheck(forward, backward, arrays, **options)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradcheck_rejects_a_gradient_where_differences_are_not_numbers():
+    with pytest.raises(GradientError):
+        gradcheck(np.sqrt, lambda d, x: np.zeros_like(x), [np.zeros(3)])
+
+
+def test_gradcheck_takes_a_function_that_changes_its_argument():
+    def doubled(x):
+        x *= 2
+        return x
+
+    arrays = [normal((3,), np.float64, 0)]
+    assert gradcheck(doubled, lambda d, x: 2 * d, arrays) <= 1e-6
+    with pytest.raises(GradientError):
+        gradcheck(doubled, lambda d, x: 4 * d, arrays)

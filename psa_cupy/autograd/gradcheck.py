@@ -15,7 +15,7 @@ def gradcheck(function, inputs, *, eps: float = 1e-5, rtol: float = 1e-6, seed: 
     Parameters
     ----------
     function : callable
-        ``function(*variables)`` gives a Variable or a tuple of Variables.
+        ``function(*variables)`` gives a Variable or a tuple of Variables, of float64.
     inputs : sequence of Variable or array
         Where to check; NumPy or CuPy, of any supported dtype: the function gets float64 copies. A Variable
         that requires no gradient is passed as a constant.
@@ -31,6 +31,10 @@ def gradcheck(function, inputs, *, eps: float = 1e-5, rtol: float = 1e-6, seed: 
     ------
     psa_cupy.testing.GradientError
         With a dump of what failed.
+    TypeError
+        If an input is no array and no Variable, or the function gives anything but Variables.
+    ValueError
+        If nothing would be checked: no input requires a gradient, or as in `psa_cupy.testing.gradcheck`.
 
     Examples
     --------
@@ -41,7 +45,10 @@ def gradcheck(function, inputs, *, eps: float = 1e-5, rtol: float = 1e-6, seed: 
     True
 
     """
+    inputs = tuple(inputs)
     wanted = [x.requires_grad if isinstance(x, Variable) else True for x in inputs]
+    if inputs and not any(wanted):
+        raise ValueError("gradcheck: no input requires a gradient, expected at least one that does")
 
     def variables(arrays):
         return [Variable(array, flag) for array, flag in zip(arrays, wanted, strict=True)]
@@ -71,5 +78,12 @@ def _gradient(x: Variable):
     return (cupy_if_imported() if is_cupy(x.data) else np).zeros_like(x.data)
 
 
-def _as_tuple(value) -> tuple:
-    return value if isinstance(value, tuple) else (value,)
+def _as_tuple(value) -> tuple[Variable, ...]:
+    """What the function gave, checked."""
+    results = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    for result in results:
+        if not isinstance(result, Variable):
+            raise TypeError(
+                f"gradcheck: function gave a {type(result).__name__}, expected a Variable or a tuple of them"
+            )
+    return results

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from psa_cupy.arguments import cupy_if_imported, is_cupy
+from psa_cupy.arguments import cupy_if_imported, is_cupy, require_arrays
 
 _MOST_ELEMENTS = 200
 """Differentiated one by one to find the worst, once a direction has failed."""
@@ -30,7 +32,8 @@ def gradcheck(forward, backward, arrays, *, eps: float = 1e-5, rtol: float = 1e-
     arrays : sequence of array
         NumPy or CuPy, of any real dtype: the functions get float64 copies.
     eps : float
-        Step of the difference, in units of each array's root mean square.
+        Step of the difference, in units of each array's root mean square; at least 2**-51 / rtol, since
+        below that rounding alone exceeds rtol.
     rtol : float
         Largest difference allowed, relative to the larger of both values and of the gradient's norm.
     seed : int
@@ -45,8 +48,11 @@ def gradcheck(forward, backward, arrays, *, eps: float = 1e-5, rtol: float = 1e-
     ------
     GradientError
         With a dump of what failed: shapes, both values, the relative error and the worst element.
+    TypeError
+        If an array, an output or a gradient is none, or an array is complex.
     ValueError
-        If there are no arrays, or backward gives another number of gradients, or other shapes.
+        If nothing would be checked: there are no arrays, backward gives no gradient at all, an output is not
+        finite, or eps is too small; or if backward gives another number of gradients, or other shapes.
 
     Examples
     --------
@@ -63,7 +69,8 @@ def gradcheck(forward, backward, arrays, *, eps: float = 1e-5, rtol: float = 1e-
     True
 
     """
-    check = _Check(forward, arrays, eps, seed)
+    _require_telling(eps, rtol)
+    check = _Check(forward, tuple(arrays), eps, seed)
     gradients = _as_tuple(backward(*(a.copy() for a in (*check.weights, *check.arrays))))
     check.require_gradients(gradients)
     worst = 0.0
@@ -74,12 +81,20 @@ def gradcheck(forward, backward, arrays, *, eps: float = 1e-5, rtol: float = 1e-
         analytic = float((gradient * direction).sum())
         numeric, noise = check.difference(index, direction)
         size = max(abs(analytic), abs(numeric), float((gradient * gradient).sum()) ** 0.5)
-        error = max(0.0, abs(analytic - numeric) - noise)
-        relative = error / size if size else 0.0
+        error = abs(analytic - numeric) - noise
+        relative = 0.0 if error <= 0 else error / (size or 1.0)
         if not relative <= rtol:  # NaN fails
             raise GradientError(check.dump(index, gradient, analytic, numeric, relative, rtol))
         worst = max(worst, relative)
     return worst
+
+
+def _require_telling(eps: float, rtol: float) -> None:
+    """Check that a step of eps leaves rounding errors below rtol: otherwise any gradient would pass."""
+    if not (0 < rtol < math.inf):
+        raise ValueError(f"gradcheck: rtol is {rtol}, expected a positive number")
+    if not (2.0**-51 / rtol <= eps < math.inf):
+        raise ValueError(f"gradcheck: eps is {eps}, expected at least 2**-51 / rtol = {2.0**-51 / rtol:.2g}")
 
 
 class _Check:
@@ -88,12 +103,17 @@ class _Check:
     def __init__(self, forward, arrays, eps: float, seed: int):
         if len(arrays) == 0:
             raise ValueError("gradcheck: arrays is empty, expected at least one array")
+        for i, array in enumerate(arrays):
+            _require_real(f"array {i}", array)
         self._forward, self._eps = forward, eps
         # Not default_rng(seed): the caller's arrays may be that, and weights equal to x hide transpositions.
         self._random = np.random.default_rng((seed, len(arrays), 0x9E3779B9))
         self._xp = cupy_if_imported() if is_cupy(arrays[0]) else np
         self.arrays = [a.astype(np.float64) for a in arrays]
         self._outputs = self._evaluate(self.arrays)
+        for i, output in enumerate(self._outputs):
+            if not bool(self._xp.isfinite(output).all()):
+                raise ValueError(f"gradcheck: output {i} has NaN or infinity, expected finite numbers")
         self.weights = [self.random_like(y) for y in self._outputs]
 
     def random_like(self, array):
@@ -101,14 +121,19 @@ class _Check:
         return self._xp.asarray(self._random.standard_normal(array.shape))
 
     def require_gradients(self, gradients: tuple) -> None:
-        """Check number and shapes of what backward gave."""
+        """Check number, kind and shapes of what backward gave."""
         if len(gradients) != len(self.arrays):
             raise ValueError(
                 f"gradcheck: backward gave {len(gradients)} gradients, expected one for each of "
                 f"{len(self.arrays)} arrays"
             )
+        if all(gradient is None for gradient in gradients):
+            raise ValueError("gradcheck: backward gave no gradient, expected at least one array")
         for i, (gradient, array) in enumerate(zip(gradients, self.arrays, strict=True)):
-            if gradient is not None and gradient.shape != array.shape:
+            if gradient is None:
+                continue
+            _require_real(f"gradient {i}", gradient)
+            if gradient.shape != array.shape:
                 raise ValueError(
                     f"gradcheck: gradient {i} has shape {gradient.shape}, expected {array.shape}, its array's"
                 )
@@ -155,7 +180,20 @@ class _Check:
         return [a + by if i == index else a for i, a in enumerate(self.arrays)]
 
     def _evaluate(self, arrays) -> list:
-        return [y.copy() for y in _as_tuple(self._forward(*arrays))]
+        outputs = [self._xp.array(y) for y in _as_tuple(self._forward(*(a.copy() for a in arrays)))]
+        for i, output in enumerate(outputs):
+            if output.dtype != np.float64:
+                raise TypeError(f"gradcheck: output {i} has dtype {output.dtype}, expected float64")
+        return outputs
+
+
+def _require_real(name: str, array) -> None:
+    """Check an array or a NumPy scalar, not complex."""
+    if not isinstance(array, np.generic):
+        require_arrays("gradcheck", {name: array})
+    if array is None or array.dtype.kind == "c":
+        what = "None" if array is None else f"of dtype {array.dtype}"
+        raise TypeError(f"gradcheck: {name} is {what}, expected an array of real numbers")
 
 
 def _as_tuple(value) -> tuple:

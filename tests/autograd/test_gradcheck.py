@@ -109,3 +109,19 @@ def test_inputs_of_any_dtype_are_checked_in_float64_and_left_alone():
     assert gradcheck(function, [Variable(x)]) <= 1e-6
     assert set(seen) == {np.dtype(np.float64)}
     assert (x == before).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "error", "message"),
+    [
+        (squared, [], ValueError, "arrays is empty"),
+        (squared, [Variable(X, requires_grad=False)], ValueError, "no input requires a gradient"),
+        (lambda x: x.data, [X], TypeError, "function gave a ndarray, expected a Variable"),
+        (lambda x: None, [X], TypeError, "function gave a NoneType, expected a Variable"),
+        (lambda x: (squared(x), 1.0), [X], TypeError, "function gave a float, expected a Variable"),
+        (squared, [[1.0]], TypeError, "array 0 is a list, expected a NumPy or CuPy array"),
+    ],
+)
+def test_what_would_check_nothing_is_refused(function, inputs, error, message):
+    with pytest.raises(error, match=f"^gradcheck: {message}"):
+        gradcheck(function, inputs)
