@@ -5,7 +5,7 @@ import json
 import pytest
 
 from psa_cupy import __main__ as command_line
-from psa_cupy.cli import check, demo
+from psa_cupy.cli import check, demo, machine
 from psa_cupy.launching import cpu
 
 needs_compiler = pytest.mark.skipif(cpu.compiler() is None, reason="no C++ compiler")
@@ -40,9 +40,14 @@ def test_check_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
     assert "checks failed" in capsys.readouterr().out
 
 
-def test_info(capsys):
+def test_info_gives_everything_whole(capsys, monkeypatch):
+    """Brackets are no markup, and long paths are not cut."""
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    monkeypatch.setenv("PSA_CUPY_CACHE_DIR", "/a/very/long/path" * 10)
     assert command_line.main(["info"]) == 0
-    assert "psa_cupy" in capsys.readouterr().out
+    printed = "".join(capsys.readouterr().out.split())
+    assert 'pipinstall".[cuda13x]"' in printed
+    assert "/a/very/long/path" * 10 in printed and "\u2026" not in printed
 
 
 def test_bench_writes_json(capsys, tmp_path):
@@ -55,6 +60,20 @@ def test_bench_writes_json(capsys, tmp_path):
     assert all(row["median_us"] > 0 and row["shape"] == [1, 2, 16] for row in rows)
 
 
-def test_bench_explains_a_wrong_shape():
-    with pytest.raises(SystemExit, match="expected B x heads x side"):
-        command_line.main(["bench", "--shapes", "4"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            (["bench", f"--shapes={wrong}"], "bench: --shapes is .* expected B x heads x side")
+            for wrong in ("4", "1x2", "1x2x3x4", "ax2x8", "1x2x0", "0x2x8", "1x2x-8", "", "1x2x8,")
+        ),
+        (["bench", "--key-dim=0"], "bench: --key-dim is 0, expected 1 to 128"),
+        (["bench", "--key-dim=129"], "bench: --key-dim is 129, expected 1 to 128"),
+        (["bench", "--json=/nonexistent/x.json"], "bench: --json is /nonexistent/x.json, expected a file in"),
+        (["demo", "--batch=0"], "demo: --batch is 0, expected at least 1"),
+        (["demo", "--batch=-1"], "demo: --batch is -1, expected at least 1"),
+    ],
+)
+def test_a_wrong_option_is_explained_before_anything_runs(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        command_line.main(arguments)

@@ -9,6 +9,7 @@ is timed, without peers and limits.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from psa_cupy.arguments import DTYPES
 from psa_cupy.cli import ceilings, peers
 from psa_cupy.cli.machine import Machine, find_machine
 from psa_cupy.cli.shapes import random_array
-from psa_cupy.geometry import PSAGeometry
+from psa_cupy.geometry import MAX_KEY_DIM, PSAGeometry
 
 DEFAULT_SHAPES = "1x2x20,16x4x20,64x4x20,256x4x20,8x4x40,4x4x80"
 CPU_SHAPES = "1x2x20,1x4x20"
@@ -49,7 +50,9 @@ class Row:
 
 def add_arguments(parser) -> None:
     """Add the command's options."""
-    parser.add_argument("--shapes", help=f"B x heads x side, comma-separated (default {DEFAULT_SHAPES})")
+    parser.add_argument(
+        "--shapes", help=f"B x heads x side, comma-separated (default {DEFAULT_SHAPES}; CPU: {CPU_SHAPES})"
+    )
     parser.add_argument("--key-dim", type=int, default=KEY_DIM, help="value_dim is twice as large")
     parser.add_argument("--dtype", choices=[d.name for d in DTYPES], help="default bfloat16 (CPU: float32)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -58,6 +61,7 @@ def add_arguments(parser) -> None:
 
 def run(arguments) -> int:
     """Print and write the rows; returns 1 if a psa_cupy row could not be measured."""
+    _require_possible(arguments)
     console = Console()
     machine = find_machine()
     console.print(f"psa_cupy {psa_cupy.__version__} bench on: [bold]{machine.name}[/bold]")
@@ -65,7 +69,8 @@ def run(arguments) -> int:
         console.print(machine.hint, highlight=False, markup=False)
     name = arguments.dtype or ("bfloat16" if machine.on_gpu else "float32")
     dtype = next(d for d in DTYPES if d.name == name)
-    shapes = parse_shapes(arguments.shapes or (DEFAULT_SHAPES if machine.on_gpu else CPU_SHAPES))
+    default = DEFAULT_SHAPES if machine.on_gpu else CPU_SHAPES
+    shapes = parse_shapes(default if arguments.shapes is None else arguments.shapes)
     rates = ceilings.measure(machine.xp, dtype) if machine.on_gpu else None
     tasks = [task for shape in shapes for task in _tasks(machine, shape, dtype, arguments)]
     rows, refusals = _run(console, machine, tasks, rates)
@@ -76,6 +81,14 @@ def run(arguments) -> int:
     if arguments.json:
         _write(arguments.json, machine, rates, rows)
     return int(any(refusal.startswith("psa_cupy") for refusal in refusals))
+
+
+def _require_possible(arguments) -> None:
+    """Stop at once at what would only show after minutes of timing."""
+    if not 1 <= arguments.key_dim <= MAX_KEY_DIM:
+        raise SystemExit(f"bench: --key-dim is {arguments.key_dim}, expected 1 to {MAX_KEY_DIM}")
+    if arguments.json and not arguments.json.parent.is_dir():
+        raise SystemExit(f"bench: --json is {arguments.json}, expected a file in a folder that exists")
 
 
 @dataclass(frozen=True)
@@ -101,12 +114,10 @@ def parse_shapes(text: str) -> list[_Shape]:
         With a message, if the text is not of that form.
 
     """
-    try:
-        return [_Shape(*map(int, item.split("x"))) for item in text.split(",")]
-    except (TypeError, ValueError):
-        raise SystemExit(
-            f"bench: --shapes is {text!r}, expected B x heads x side like 64x4x20,4x4x80"
-        ) from None
+    items = text.split(",")
+    if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", item) for item in items):
+        raise SystemExit(f"bench: --shapes is {text!r}, expected B x heads x side like 64x4x20,4x4x80")
+    return [_Shape(*map(int, item.split("x"))) for item in items]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Case:
 
     @property
     def geometry(self) -> PSAGeometry:
+        """The sizes as passes take them."""
         return PSAGeometry(self.batch, self.num_heads, self.key_dim, self.value_dim, self.height, self.width)
 
 

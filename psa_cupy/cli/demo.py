@@ -21,6 +21,8 @@ def add_arguments(parser) -> None:
 
 def run(arguments) -> int:
     """Print the table; returns 1 if a result is outside its bound."""
+    if arguments.batch < 1:
+        raise SystemExit(f"demo: --batch is {arguments.batch}, expected at least 1")
     console = Console()
     machine = find_machine()
     console.print(f"psa_cupy {psa_cupy.__version__} on: [bold]{machine.name}[/bold]")

@@ -8,6 +8,7 @@ import platform
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import psa_cupy
 from psa_cupy.cli.machine import find_machine
@@ -30,9 +31,11 @@ def add_arguments(parser) -> None:
 
 def run(arguments) -> int:
     """Print the table; always returns 0."""
-    table = Table(show_header=False)
-    for row in (*_software(), *_device(), *_cpu_execution()):
-        table.add_row(*row)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")  # a path must come whole
+    for name, value in (*_software(), *_device(), *_cpu_execution()):
+        table.add_row(name, Text(value))  # not markup: ".[cuda13x]" has brackets
     Console().print(table)
     return 0
 

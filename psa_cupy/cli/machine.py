@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def _cpu_median(function, budget_seconds):
 
 def find_machine() -> Machine:
     """The GPU if CuPy and a GPU are there, otherwise the CPU, with a hint why."""
-    if importlib.util.find_spec("cupy") is None:
+    if find_spec("cupy") is None:
         return _cpu(_hint_without_cupy())
     import cupy
 
