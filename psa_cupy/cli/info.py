@@ -71,4 +71,7 @@ def _device():
 
 def _cpu_execution():
     yield "C++ compiler", cpu.compiler() or "none found: kernels cannot be run on the CPU; install g++"
-    yield "CPU kernel cache", str(cpu.cache_folder())
+    try:
+        yield "CPU kernel cache", str(cpu.cache_folder())
+    except RuntimeError as error:  # no home: a bug report needs the rest all the more
+        yield "CPU kernel cache", str(error)

@@ -44,6 +44,8 @@ _HOW_TO_INSTALL = (
     "environment variable CXX"
 )
 
+_NAME_ANOTHER = "name a folder in the environment variable PSA_CUPY_CACHE_DIR"
+
 
 def compiler() -> str | None:
     """The C++ compiler as a command: the environment's CXX, else g++, else c++.
@@ -60,11 +62,22 @@ def compiler() -> str | None:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where compiled kernels are kept: PSA_CUPY_CACHE_DIR, else psa_cupy in the user's cache folder."""
+    """Where compiled kernels are kept: PSA_CUPY_CACHE_DIR, else psa_cupy in the user's cache folder.
+
+    Raises
+    ------
+    RuntimeError
+        If neither is set and the user has no home. (Temporary folders are no way out: what is loaded from
+        them could be another user's.)
+
+    """
     if chosen := os.environ.get("PSA_CUPY_CACHE_DIR"):
         return pathlib.Path(chosen).expanduser()
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(users).expanduser() / "psa_cupy"
+    try:
+        return pathlib.Path(users).expanduser() / "psa_cupy"
+    except RuntimeError:
+        raise RuntimeError(f"cpu_kernels: no home folder for the cache of kernels; {_NAME_ANOTHER}") from None
 
 
 def build_kernels(text: str, checked: bool) -> pathlib.Path:
@@ -73,7 +86,8 @@ def build_kernels(text: str, checked: bool) -> pathlib.Path:
     Raises
     ------
     RuntimeError
-        If there is no C++ compiler, or it does not accept the text; the message holds what it said.
+        If there is no C++ compiler, it does not accept the text (the message holds what it said), or the
+        cache folder cannot be written to.
 
     """
     runtime = build_runtime()
@@ -226,11 +240,23 @@ def _build(kind: str, text: str, flags: tuple[str, ...], links: tuple[str, ...],
     library = folder / f"{kind}_{key}.so"
     if _is_whole(library):
         return library
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_writable(folder)
     with _only_builder(folder / f"{kind}_{key}.lock"):
         if not _is_whole(library):
             _compile(text, flags, links, library)
     return library
+
+
+def _make_writable(folder: pathlib.Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise RuntimeError(
+            f"cpu_kernels: cannot write to {folder}, the cache of compiled kernels; {_NAME_ANOTHER}"
+        )
 
 
 @contextlib.contextmanager
@@ -250,7 +276,7 @@ def _is_whole(library: pathlib.Path) -> bool:
     """Whether the file is what was built, ending in the digest of the rest: loading a cut one is fatal."""
     try:
         contents = library.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return False
     return hashlib.sha256(contents[:-_DIGEST_BYTES]).digest() == contents[-_DIGEST_BYTES:]
 

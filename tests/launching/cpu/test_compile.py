@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from psa_cupy import __main__ as command_line
 from psa_cupy.launching import cpu
 from psa_cupy.launching.cpu.compile import build_kernels, build_runtime, load
 from tests.launching.cpu.texts import HEADERS, needs_compiler
@@ -42,6 +43,21 @@ def test_without_a_compiler_the_error_says_what_to_install(folder, monkeypatch):
     assert cpu.compiler() is None
     with pytest.raises(RuntimeError, match=r"needs Linux and a C\+\+17 compiler .* apt install g\+\+"):
         build_kernels(TEXT, False)
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", ["/proc/none", "a file", "no home"])
+def test_a_cache_folder_that_cannot_be_is_explained(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if place == "no home":
+        monkeypatch.delenv("PSA_CUPY_CACHE_DIR", raising=False)
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    else:
+        (tmp_path / "a file").touch()
+        monkeypatch.setenv("PSA_CUPY_CACHE_DIR", str(tmp_path / place))
+    with pytest.raises(RuntimeError, match=r"cpu_kernels: .* environment variable PSA_CUPY_CACHE_DIR"):
+        build_kernels(TEXT, False)
+    assert command_line.main(["info"]) == 0
 
 
 @needs_compiler
