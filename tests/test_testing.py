@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import psa_cupy
 from psa_cupy import reference, testing
 from psa_cupy.testing import GradientError, bounds, gradcheck
 
@@ -365,6 +366,71 @@ def test_ratios_where_the_arrays_are(executor, dtype):
     # In float64 the float64 results themselves, summed in another order, differ by a part of the bound.
     tolerance = {"rel": 1e-2, "abs": 0.3} if dtype == np.float64 else {"rel": 1e-3, "abs": 1e-4}
     assert found == pytest.approx(expected, **tolerance)
+
+
+# ---- results that are not what they should be
+
+
+QKV = normal((1, 16, 4, 4), np.float32, 0)  # 2 heads, key_dim 2
+OUT, LSE = psa_cupy.psa_forward(QKV, 2)
+D_QKV = psa_cupy.psa_backward(OUT, QKV, OUT, LSE, 2)
+HEAD = normal((2, 6, 4), np.float32, 0)
+O_OF_HEAD, LSE_OF_HEAD = psa_cupy.flash_attention_forward(HEAD, HEAD, HEAD)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: testing.psa_forward_ratios(QKV, OUT.reshape(1, 8, 2, 8), LSE, 2),
+            ValueError,
+            r"psa_forward_ratios: out has shape \(1, 8, 2, 8\), expected \(1, 8, 4, 4\)",
+        ),
+        (
+            lambda: testing.psa_forward_ratios(QKV, OUT, LSE[:, :, :1], 2),
+            ValueError,
+            r"psa_forward_ratios: lse has shape \(1, 2, 1\), expected \(1, 2, 16\)",
+        ),
+        (
+            lambda: testing.psa_forward_ratios(QKV, OUT.astype(np.float16), LSE, 2),
+            TypeError,
+            "psa_forward_ratios: out has dtype float16, expected float32",
+        ),
+        (
+            lambda: testing.psa_backward_ratios(OUT, QKV, D_QKV.astype(np.float16), 2),
+            TypeError,
+            "psa_backward_ratios: d_qkv has dtype float16, expected float32",
+        ),
+        (
+            lambda: testing.psa_backward_ratios(OUT, QKV, D_QKV.reshape(1, 16, 2, 8), 2),
+            ValueError,
+            "psa_backward_ratios: d_qkv has shape",
+        ),
+        (
+            lambda: testing.attention_forward_ratios(HEAD, HEAD, HEAD, O_OF_HEAD[..., :1], LSE_OF_HEAD),
+            ValueError,
+            "attention_forward_ratios: o has shape",
+        ),
+        (
+            lambda: testing.attention_forward_ratios(HEAD, HEAD, HEAD, O_OF_HEAD, LSE_OF_HEAD[:, :1]),
+            ValueError,
+            "attention_forward_ratios: lse has shape",
+        ),
+        (
+            lambda: testing.attention_backward_ratios(HEAD, HEAD, HEAD, HEAD, HEAD, HEAD[:1], HEAD),
+            ValueError,
+            "attention_backward_ratios: d_k has shape",
+        ),
+        (
+            lambda: testing.attention_forward_ratios(HEAD, HEAD, HEAD, O_OF_HEAD.tolist(), LSE_OF_HEAD),
+            TypeError,
+            "attention_forward_ratios: o is a list",
+        ),
+    ],
+)
+def test_results_of_another_kind_are_refused(call, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call()
 
 
 # ---- gradcheck

@@ -21,7 +21,8 @@ chance: a run has 1024 elements or more, and a head with fewer passes if it pass
 which round P, dS and O relative to 2^(i/8) (a kernel rounds P relative to whichever maximum it has then).
 
 The functions answer with error / bound, the largest of all: at most 1 passes, and a NaN or an infinity that
-float64 does not have counts as infinite. A head whose inputs are not finite is not compared.
+float64 does not have counts as infinite. A head whose inputs are not finite is not compared. A result of
+another shape or dtype than it must have is an error (TypeError, ValueError), not a ratio.
 
 All functions take NumPy or CuPy arrays, and compute where the arrays are, a few rows of scores at a time.
 """
@@ -32,7 +33,8 @@ import itertools
 
 import numpy as np
 
-from psa_cupy.arguments import cupy_if_imported, is_cupy
+from psa_cupy.arguments import cupy_if_imported, is_cupy, require_arrays, require_dtype, require_shape
+from psa_cupy.geometry import PSAGeometry
 from psa_cupy.views import split_qkv, tiles, tokens_first
 
 ABSOLUTE_BOUNDS = {
@@ -100,6 +102,8 @@ def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]
     True
 
     """
+    o_shape, lse_shape = (*q.shape[:2], v.shape[2]), q.shape[:2]
+    _require_results("attention_forward_ratios", q, o=(o, o_shape), lse=(lse, lse_shape))
     return _judged(lambda rounding: _forward_ratios(q, k, v, o, lse, _scale(scale, q), rounding), q, k, v)
 
 
@@ -132,6 +136,8 @@ def attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, *, scale=None) -> dic
     True
 
     """
+    results = {"d_q": (d_q, q.shape), "d_k": (d_k, k.shape), "d_v": (d_v, v.shape)}
+    _require_results("attention_backward_ratios", q, **results)
     arrays = (d_o, q, k, v, d_q, d_k, d_v)
     return _judged(lambda rounding: _backward_ratios(*arrays, None, _scale(scale, q), rounding), q, k, v)
 
@@ -164,6 +170,9 @@ def psa_forward_ratios(qkv, out, lse, num_heads, *, key_dim=None, scale=None) ->
     True
 
     """
+    name = "psa_forward_ratios"
+    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
+    _require_results(name, qkv, out=(out, geometry.out_shape), lse=(lse, geometry.lse_shape))
     q, k, v = split_qkv(qkv, num_heads, key_dim)
     return attention_forward_ratios(
         *(q, k, v, tokens_first(out, num_heads), lse.reshape(q.shape[:2])), scale=scale
@@ -203,6 +212,7 @@ def psa_backward_ratios(
     ['d_k', 'd_q', 'd_v']
 
     """
+    _require_results("psa_backward_ratios", qkv, d_qkv=(d_qkv, qkv.shape))
     q, k, v = split_qkv(qkv, num_heads, key_dim)
     arrays = (tokens_first(d_out, num_heads), q, k, v, *split_qkv(d_qkv, num_heads, q.shape[2]))
     branch = None if d_v_branch is None else tokens_first(d_v_branch, num_heads)
@@ -409,6 +419,15 @@ def _runs(tokens: int, channels: int) -> list[slice]:
 
 
 # ---- small helpers
+
+
+def _require_results(function: str, like, **results) -> None:
+    """Check results (array, shape) against an input: broadcasting would judge them by the wrong elements."""
+    require_arrays(function, {"input": like, **{name: array for name, (array, _) in results.items()}})
+    for name, (array, shape) in results.items():
+        if name != "lse":
+            require_dtype(function, name, array, like.dtype)
+        require_shape(function, name, array, shape)
 
 
 def _ratios(error, bound, comparable):
