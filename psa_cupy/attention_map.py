@@ -94,12 +94,15 @@ def _probabilities(xp, qkv, geometry: PSAGeometry, tokens: np.ndarray, scale: fl
 
 def _require_tokens(queries, count: int) -> np.ndarray:
     """The queries as an integer array, each 0 to count - 1."""
-    tokens = queries.get() if is_cupy(queries) else np.asarray(queries)
+    try:
+        tokens = queries.get() if is_cupy(queries) else np.asarray(queries)
+    except ValueError:  # sequences of unequal lengths
+        raise ValueError(f"{_NAME}: queries is a nested sequence, expected 1 dimension") from None
     if tokens.ndim != 1:
         raise ValueError(f"{_NAME}: queries has shape {tokens.shape}, expected 1 dimension")
     if tokens.size == 0:
         return np.zeros(0, np.intp)
-    if not np.issubdtype(tokens.dtype, np.integer):
+    if not np.issubdtype(tokens.dtype, np.integer):  # an integer past 64 bits makes an array of objects
         raise TypeError(f"{_NAME}: queries has dtype {tokens.dtype}, expected integers")
     if (outside := tokens[(tokens < 0) | (tokens >= count)]).size:
         raise ValueError(

@@ -382,6 +382,21 @@ WRONG_CALLS = {
         ValueError,
         "attention_map: queries has 6, expected tokens from 0 to 5 (N = H*W)",
     ),
+    "attention_map: queries of unequal lengths": WrongCall(
+        lambda: psa_cupy.attention_map(QKV, 2, [[1], [2, 3]]),
+        ValueError,
+        "attention_map: queries is a nested sequence, expected 1 dimension",
+    ),
+    "attention_map: a query past 64 bits": WrongCall(
+        lambda: psa_cupy.attention_map(QKV, 2, [10**30]),
+        TypeError,
+        "attention_map: queries has dtype object, expected integers",
+    ),
+    "autograd: a factor past float64": WrongCall(
+        lambda: autograd.multiply(QKV, 10**400),
+        ValueError,
+        "multiply: b is an integer past float64, expected a number within its range",
+    ),
     "tape: d_y of a wrong dtype": WrongCall(
         lambda: _tape_backward(OUT.astype(F64)),
         TypeError,

@@ -238,7 +238,7 @@ def multiply(a: Variable, b: Variable | float) -> Variable:
 
     """
     if isinstance(b, numbers.Real):
-        return _multiply_by_number(a, float(b))
+        return _multiply_by_number(a, _as_float(b))
     x, y = _pair("multiply", a, b)
 
     def backward(saved, d_outputs, targets):
@@ -260,6 +260,15 @@ def _multiply_by_number(a: Variable, number: float) -> Variable:
     with device_of(x):
         z = _array(x * number, like=x)
     return record("multiply", (a,), (z,), (), backward)[0]
+
+
+def _as_float(number: numbers.Real) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(
+            "multiply: b is an integer past float64, expected a number within its range"
+        ) from None
 
 
 def sum(a: Variable) -> Variable:

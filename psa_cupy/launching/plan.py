@@ -15,7 +15,7 @@ class Kernel:
     """One specialised kernel: a file of kernels_cu, an entry in it, and its compile-time constants.
 
     `constants` become lines in front of the text, in this order: a dtype is `using NAME = <C type>;`,
-    a bool, an int or a float is `constexpr`. Equal kernels have equal text, so this is the cache key.
+    a bool or an int is `constexpr`. Equal kernels have equal text, so this is the cache key.
     """
 
     file: str

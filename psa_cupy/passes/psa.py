@@ -106,8 +106,8 @@ def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None)
 
     """
     key = _prepared_key("forward", qkv, num_heads, key_dim, scale)
-    if key in _prepared:
-        results = _prepared[key].call((qkv,), (out, lse))
+    if (prepared := _prepared.get(key)) is not None:
+        results = prepared.call((qkv,), (out, lse))
         if results is not None:
             return PSAForward(*results)
     return _forward(qkv, num_heads, key_dim, scale, out, lse, prepare_as=key)
@@ -161,9 +161,9 @@ def psa_backward(d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d
     """
     direction = ("backward", d_v_branch is None, d_qkv is None)
     key = _prepared_key(direction, qkv, num_heads, key_dim, scale)
-    if key in _prepared:
+    if (prepared := _prepared.get(key)) is not None:
         inputs = (d_out, qkv, out, lse) if d_v_branch is None else (d_out, qkv, out, lse, d_v_branch)
-        results = _prepared[key].call(inputs, (d_qkv,))
+        results = prepared.call(inputs, (d_qkv,))
         if results is not None:
             return results[0]
     return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, prepare_as=key)
