@@ -2,6 +2,7 @@
 // every bit pattern survives, payloads of not-a-number too.
 #pragma once
 #include "common.cuh"
+#include "vector_add.cuh"
 
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {
@@ -52,10 +53,10 @@ __device__ __forceinline__ void store_vector(T* address, const Vector<T, COUNT>&
         typename WordOf<sizeof(T) * COUNT>::Type word;
         memcpy(&word, &vector, sizeof(word));
         __stcg(reinterpret_cast<decltype(word)*>(address), word);  // a plain store may be split again
-    } else if constexpr (sizeof(T) == 2 && COUNT % 2 == 0) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 2)
-            atomic_add_pair(address + i, vector.at[i], vector.at[i + 1]);
+    } else if constexpr (sizeof(T) <= 4 && sizeof(T) * COUNT > 4) {
+        atomic_add_neighbours(address, vector.at);
+    } else if constexpr (sizeof(T) == 2 && COUNT == 2) {
+        atomic_add_pair(address, vector.at[0], vector.at[1]);
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)

@@ -127,17 +127,19 @@ def extract_v_backward(d_v, num_heads, *, d_qkv=None):
 
 
 def _forward_plan(problem: PSAProblem, device: Device) -> Plan:
-    return _plan(problem, "extract_v", ("qkv", "v"), accumulate=False)
+    return _plan(problem, device, "extract_v", ("qkv", "v"), accumulate=False)
 
 
 def _backward_plan(problem: PSAProblem, device: Device) -> Plan:
-    return _plan(problem, "extract_v_backward", ("d_v", "d_qkv"), problem.accumulate)
+    return _plan(problem, device, "extract_v_backward", ("d_v", "d_qkv"), problem.accumulate)
 
 
-def _plan(problem: PSAProblem, entry: str, operands: tuple[str, str], accumulate: bool) -> Plan:
+def _plan(
+    problem: PSAProblem, device: Device, entry: str, operands: tuple[str, str], accumulate: bool
+) -> Plan:
     geometry = problem.geometry
     launch = copy_launch(
-        *(problem, _FILE, entry),
+        *(problem, device, _FILE, entry),
         run=geometry.value_dim * geometry.tokens,
         arguments=tuple(map(Operand, operands)),
         accumulate=accumulate,

@@ -12,13 +12,14 @@ import numpy as np
 
 from psa_cupy.arguments import require_integer, require_ndim
 from psa_cupy.geometry import MAX_KEY_DIM, PSAGeometry
-from psa_cupy.launching.plan import Kernel, Launch, Operand
+from psa_cupy.launching.plan import Device, Kernel, Launch, Operand
 from psa_cupy.passes.descriptor import PSAProblem
 
 ACCESS_BYTES = 16
 """The widest access of a thread."""
 ATOMIC_BYTES = 4
-"""The widest atomic addition that every architecture has; neighbouring threads then add side by side."""
+"""The widest atomic addition that every architecture has; neighbouring threads then add side by side.
+sm_90 and later have ACCESS_BYTES, but for float64."""
 BYTES_IN_FLIGHT = 128
 """What a thread loads before it stores, in as many rounds as that takes ..."""
 MOST_ROUNDS = 8
@@ -27,16 +28,18 @@ THREADS = 256
 """The most threads of a block."""
 
 
-def vector_of(problem: PSAProblem, length: int, adds: bool) -> int:
+def vector_of(problem: PSAProblem, device: Device, length: int, adds: bool) -> int:
     """How many elements one access along runs of `length` elements takes: a power of two that divides it."""
     if not problem.aligned:
         return 1
-    widest = ATOMIC_BYTES if adds else ACCESS_BYTES
+    adds_widely = device.capability >= (9, 0) and problem.dtype != np.float64
+    widest = ATOMIC_BYTES if adds and not adds_widely else ACCESS_BYTES
     return math.gcd(length, max(1, widest // problem.dtype.itemsize))
 
 
 def transpose_launch(
     problem: PSAProblem,
+    device: Device,
     file: str,
     entry: str,
     *,
@@ -51,6 +54,8 @@ def transpose_launch(
     ----------
     problem : PSAProblem
         Its geometry's key_dim and tokens are the sizes of each matrix.
+    device : Device
+        What will run it.
     file, entry : str
         The kernel.
     matrices : int
@@ -64,8 +69,8 @@ def transpose_launch(
 
     """
     geometry = problem.geometry
-    token_vector = vector_of(problem, geometry.tokens, adds=adds_along == "tokens")
-    channel_vector = vector_of(problem, geometry.key_dim, adds=adds_along == "channels")
+    token_vector = vector_of(problem, device, geometry.tokens, adds=adds_along == "tokens")
+    channel_vector = vector_of(problem, device, geometry.key_dim, adds=adds_along == "channels")
     group_lanes = lanes_along_channels(geometry.key_dim // channel_vector, channel_vector, token_vector)
     unroll = rounds_of(token_vector * channel_vector * problem.dtype.itemsize)
     slices = geometry.key_dim // (channel_vector * group_lanes)
@@ -89,10 +94,17 @@ def transpose_launch(
 
 
 def copy_launch(
-    problem: PSAProblem, file: str, entry: str, *, run: int, arguments: tuple[Operand, ...], accumulate: bool
+    problem: PSAProblem,
+    device: Device,
+    file: str,
+    entry: str,
+    *,
+    run: int,
+    arguments: tuple[Operand, ...],
+    accumulate: bool,
 ) -> Launch:
     """A launch that moves one run of `run` contiguous elements for every bh, as extract_v.cu cuts them."""
-    vector = vector_of(problem, run, adds=accumulate)
+    vector = vector_of(problem, device, run, adds=accumulate)
     unroll = rounds_of(vector * problem.dtype.itemsize)
     vectors = run // vector
     parts, vectors_per_part = even_parts(vectors, per_item=1, most=THREADS * unroll)

@@ -156,28 +156,32 @@ def merge_attn_backward(d_out, num_heads, *, d_o_lo=None, d_o_hi=None) -> MergeA
         return results
     d_out = where.contiguous(d_out)
     problem = PSAProblem(geometry, dtype, aligned=where.aligned(d_out, *results))
-    where.run(_backward_plan_adding(problem, *accumulate), {"d_out": d_out, **results._asdict()})
+    where.run(
+        _backward_plan_adding(problem, where.device, *accumulate), {"d_out": d_out, **results._asdict()}
+    )
     return results
 
 
 def _forward_plan(problem: PSAProblem, device: Device) -> Plan:
-    return _plan(problem, "merge_attn", ("o_lo", "o_hi", "out"), to_lo=False, to_hi=False)
+    return _plan(problem, device, "merge_attn", ("o_lo", "o_hi", "out"), to_lo=False, to_hi=False)
 
 
 def _backward_plan(problem: PSAProblem, device: Device) -> Plan:
-    return _backward_plan_adding(problem, problem.accumulate, problem.accumulate)
+    return _backward_plan_adding(problem, device, problem.accumulate, problem.accumulate)
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_plan_adding(problem: PSAProblem, to_lo: bool, to_hi: bool) -> Plan:
+def _backward_plan_adding(problem: PSAProblem, device: Device, to_lo: bool, to_hi: bool) -> Plan:
     """The backward's plan for targets of which one may be given and the other not."""
-    return _plan(problem, "merge_attn_backward", ("d_out", "d_o_lo", "d_o_hi"), to_lo, to_hi)
+    return _plan(problem, device, "merge_attn_backward", ("d_out", "d_o_lo", "d_o_hi"), to_lo, to_hi)
 
 
-def _plan(problem: PSAProblem, entry: str, operands: tuple[str, ...], to_lo: bool, to_hi: bool) -> Plan:
+def _plan(
+    problem: PSAProblem, device: Device, entry: str, operands: tuple[str, ...], to_lo: bool, to_hi: bool
+) -> Plan:
     geometry = problem.geometry
     launch = transpose_launch(
-        *(problem, _FILE, entry),
+        *(problem, device, _FILE, entry),
         matrices=_HALVES * geometry.bh,
         arguments=(*map(Operand, operands), np.int64(geometry.tokens)),
         accumulate_constants={"ACCUMULATE_LO": to_lo, "ACCUMULATE_HI": to_hi},

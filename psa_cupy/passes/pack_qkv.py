@@ -143,17 +143,19 @@ def pack_qkv_backward(d_packed, num_heads, height, width, *, d_qkv=None):
 
 
 def _forward_plan(problem: PSAProblem, device: Device) -> Plan:
-    return _plan(problem, "pack_qkv", ("qkv", "packed"), accumulate=False)
+    return _plan(problem, device, "pack_qkv", ("qkv", "packed"), accumulate=False)
 
 
 def _backward_plan(problem: PSAProblem, device: Device) -> Plan:
-    return _plan(problem, "pack_qkv_backward", ("d_packed", "d_qkv"), problem.accumulate)
+    return _plan(problem, device, "pack_qkv_backward", ("d_packed", "d_qkv"), problem.accumulate)
 
 
-def _plan(problem: PSAProblem, entry: str, operands: tuple[str, str], accumulate: bool) -> Plan:
+def _plan(
+    problem: PSAProblem, device: Device, entry: str, operands: tuple[str, str], accumulate: bool
+) -> Plan:
     geometry = problem.geometry
     launch = transpose_launch(
-        *(problem, _FILE, entry),
+        *(problem, device, _FILE, entry),
         matrices=_SECTIONS * geometry.bh,
         arguments=(*map(Operand, operands), np.int64(geometry.tokens), np.int64(geometry.bh)),
         accumulate_constants={"ACCUMULATE": accumulate},

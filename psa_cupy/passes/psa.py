@@ -24,20 +24,10 @@ from psa_cupy.geometry import PSAGeometry
 from psa_cupy.launching import place
 from psa_cupy.passes import (
     flash_attention,
-)
-from psa_cupy.passes import (
     psa_backward as portable_backward,
-)
-from psa_cupy.passes import (
     psa_backward_hopper as hopper_backward,
-)
-from psa_cupy.passes import (
     psa_forward as portable_forward,
-)
-from psa_cupy.passes import (
     psa_forward_float as portable_forward_float,
-)
-from psa_cupy.passes import (
     psa_forward_hopper as hopper_forward,
 )
 from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 from psa_cupy.geometry import PSAGeometry
 from tests.strategies import DTYPES, KEY_DIMS, Problem, normal, seeds

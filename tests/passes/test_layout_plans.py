@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.launching.cpu import DEVICE
@@ -24,8 +25,8 @@ def problem_of(dtype=BF16, tokens=400, key_dim=32, batch=1, num_heads=4, **optio
     return PSAProblem(PSAGeometry(batch, num_heads, key_dim, 2 * key_dim, 1, tokens), dtype, **options)
 
 
-def launch_of(pass_, direction, problem):
-    (launch,) = pass_.plan(direction, problem, DEVICE).launches
+def launch_of(pass_, direction, problem, device=DEVICE):
+    (launch,) = pass_.plan(direction, problem, device).launches
     return launch, dict(launch.kernel.constants)
 
 
@@ -59,6 +60,16 @@ def test_only_the_side_that_is_added_to_is_narrow():
     _, constants = launch_of(MERGE_ATTN, "backward", problem)
     assert (constants["TOKEN_VECTOR"], constants["CHANNEL_VECTOR"]) == (8, 2)
     assert launch_of(EXTRACT_V, "backward", problem)[1]["VECTOR"] == 2
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [(BF16, 8), (F32, 4), (F64, 1)], ids=str)
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)], ids=str)
+def test_newer_gpus_add_sixteen_bytes_at_once(dtype, elements, capability):
+    """Not in float64, for which they have no such instruction."""
+    problem, device = problem_of(dtype, accumulate=True), replace(DEVICE, capability=capability)
+    assert launch_of(PACK_QKV, "backward", problem, device)[1]["TOKEN_VECTOR"] == elements
+    assert launch_of(MERGE_ATTN, "backward", problem, device)[1]["CHANNEL_VECTOR"] == elements
+    assert launch_of(EXTRACT_V, "backward", problem, device)[1]["VECTOR"] == elements
 
 
 @given(

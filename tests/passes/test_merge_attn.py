@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.passes.merge_attn import MERGE_ATTN, merge_attn, merge_attn_backward
