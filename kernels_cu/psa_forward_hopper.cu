@@ -21,7 +21,7 @@
 // Softmax  In base 2. The first pass subtracts a fixed reference from each query's scores, the maximum over
 //          its first 32 keys, and asks at the end whether all that was summed stayed in range. Where it did
 //          not, the block does its queries again with the exact online softmax (Milakov and Gimelshein 2018).
-//          Asking, and raising the reference, inside the loop cost more than 5 % on an H200.
+//          Asking, and raising the reference, inside the loop cost up to 9 % on an H200.
 // Writes   Every element of out and lse is stored by one thread of one block: repeatable.
 #include "common.cuh"
 #include "tensor_core.cuh"
@@ -191,24 +191,14 @@ __device__ __forceinline__ void raise(Softmax& softmax, float (&o)[VALUE_ROWS / 
         o[i] *= factor[i / 2 % 2];
 }
 
-// Operand A of the scores.
-struct Queries {
-    unsigned registers[KEY_STEPS][4];
-    unsigned long long tile;  // descriptor
-};
-
 // One 16-channel step of S = Q^T K for 32 keys: K's rows are channels, its keys run along them (transposed).
-__device__ __forceinline__ void scores_step(float (&s)[16], const Queries& q, unsigned long long k,
-                                            int step) {
-    const int move = step * (16 * ROW_BYTES / 16);
-    if constexpr (Q_FROM_SHARED) {
-        wgmma<1, 1>(s, q.tile + move, k + move, step > 0, T());
-    } else {
-        wgmma<1>(s, q.registers[step], k + move, step > 0, T());
-    }
+__device__ __forceinline__ void scores_step(float (&s)[16], const unsigned (&q)[KEY_STEPS][4],
+                                            unsigned long long k, int step) {
+    wgmma<1>(s, q[step], k + step * (16 * ROW_BYTES / 16), step > 0, T());
 }
 
-__device__ __forceinline__ void scores(float (&s)[16], const Queries& q, unsigned long long k) {
+__device__ __forceinline__ void scores(float (&s)[16], const unsigned (&q)[KEY_STEPS][4],
+                                       unsigned long long k) {
 #pragma unroll
     for (int step = 0; step < KEY_STEPS; ++step)
         scores_step(s, q, k, step);
@@ -223,9 +213,9 @@ __device__ __forceinline__ void values(float (&o)[VALUE_ROWS / 2], const unsigne
 }
 
 // Both, taking turns: neither waits for its own previous product.
-__device__ __forceinline__ void scores_and_values(float (&s)[16], const Queries& q, unsigned long long k,
-                                                  float (&o)[VALUE_ROWS / 2], const unsigned (&p)[2][4],
-                                                  unsigned long long v) {
+__device__ __forceinline__ void scores_and_values(float (&s)[16], const unsigned (&q)[KEY_STEPS][4],
+                                                  unsigned long long k, float (&o)[VALUE_ROWS / 2],
+                                                  const unsigned (&p)[2][4], unsigned long long v) {
 #pragma unroll
     for (int step = 0; step < (KEY_STEPS > 2 ? KEY_STEPS : 2); ++step) {
         if (step < KEY_STEPS) scores_step(s, q, k, step);
@@ -245,9 +235,9 @@ __device__ __forceinline__ void start(Softmax& softmax, const float (&s)[16], fl
 
 // All keys of the ring against a reference that stays as it is. At the end every box was brought and waited
 // for, and nothing is in flight.
-__device__ __forceinline__ void first_pass(const Ring& ring, const Queries& q, float scale, Softmax& softmax,
-                                           float (&o)[VALUE_ROWS / 2]) {
-    unsigned p0[2][4], p1[2][4] = {};
+__device__ __forceinline__ void first_pass(const Ring& ring, const unsigned (&q)[KEY_STEPS][4], float scale,
+                                           Softmax& softmax, float (&o)[VALUE_ROWS / 2]) {
+    unsigned p0[2][4], p1[2][4];
     float s0[16], s1[16];
     for (int i = 0; i < 16; ++i)
         s0[i] = s1[i] = 0;
@@ -262,10 +252,12 @@ __device__ __forceinline__ void first_pass(const Ring& ring, const Queries& q, f
     start(softmax, s0, scale, ring.boxes == 1 ? ring.thread_keys(0) : 32);
 
     int slot = 0, parity = 0;
-    auto turn = [&](int box) {
+#pragma unroll 1
+    for (int box = 0; box + 1 < ring.boxes; ++box) {
         // In flight: the scores of the second half and the product with the previous box. What branches
         // stands before the wait for them: so the exponentials that need it are in one block with the
         // products, and the compiler mixes the two.
+        weigh_all(s0, p0, softmax, scale);
         const int this_slot = slot;
         ring.refill(box, slot, parity);
         if (++slot == STAGES) {
@@ -283,34 +275,13 @@ __device__ __forceinline__ void first_pass(const Ring& ring, const Queries& q, f
         wgmma_commit();
         weigh_all(s1, p1, softmax, scale);
         wgmma_wait<0>();
-        if (LOOP == 1 && ring.last_keys < 32 && box + 2 == ring.boxes) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i)
-                s0[i] = exists(i, ring.thread_keys(0))
-                            ? s0[i]
-                            : __uint_as_float(scale < 0 ? 0x7f800000u : 0xff800000u);
-        }
         wgmma_fence();
         scores_and_values(s1, q, k + SECOND_HALF, o, p1, v + SECOND_HALF);
         wgmma_commit();
-    };
-    if constexpr (LOOP == 0) {
-#pragma unroll 1
-        for (int box = 0; box + 1 < ring.boxes; ++box) {
-            weigh_all(s0, p0, softmax, scale);
-            turn(box);
-        }
-    } else {
-        weigh<false>(s0, p0, softmax, scale, ring.boxes == 1 ? ring.thread_keys(0) : 32);
-#pragma unroll 1
-        for (int box = 0; box + 1 < ring.boxes; ++box) {
-            turn(box);
-            weigh_all(s0, p0, softmax, scale);
-        }
     }
 
     const unsigned long long v = ring.v + slot * NEXT_BOX;
-    if (LOOP == 0) weigh<false>(s0, p0, softmax, scale, ring.thread_keys(0));
+    weigh<false>(s0, p0, softmax, scale, ring.thread_keys(0));
     wgmma_wait<0>();
     wgmma_fence();
     values(o, p0, v);
@@ -323,69 +294,6 @@ __device__ __forceinline__ void first_pass(const Ring& ring, const Queries& q, f
         wgmma_commit();
     }
     wgmma_wait<0>();
-}
-
-// LOOP 2: one buffer of scores; the weights are made while the previous product runs.
-__device__ __forceinline__ void lean_pass(const Ring& ring, const Queries& q, float scale, Softmax& softmax,
-                                          float (&o)[VALUE_ROWS / 2]) {
-    unsigned p0[2][4], p1[2][4];
-    float s[16];
-    for (int i = 0; i < 16; ++i)
-        s[i] = 0;
-    for (int i = 0; i < VALUE_ROWS / 2; ++i)
-        o[i] = 0;
-    mbarrier_wait(ring.full(0), 0);
-    wgmma_fence();
-    scores(s, q, ring.k);
-    wgmma_commit();
-    wgmma_wait<0>();
-    start(softmax, s, scale, ring.boxes == 1 ? ring.thread_keys(0) : 32);
-
-    int slot = 0, parity = 0;
-#pragma unroll 1
-    for (int box = 0; box + 1 < ring.boxes; ++box) {
-        // The scores of the first half are there; the product with the previous box's second half may be
-        // in flight.
-        const int this_slot = slot;
-        weigh_all(s, p0, softmax, scale);
-        wgmma_fence();
-        scores(s, q, ring.k + this_slot * NEXT_BOX + SECOND_HALF);
-        wgmma_commit();
-        values(o, p0, ring.v + this_slot * NEXT_BOX);
-        wgmma_commit();
-        ring.refill(box, slot, parity);
-        if (++slot == STAGES) {
-            slot = 0;
-            parity ^= 1;
-        }
-        __syncwarp();
-        mbarrier_wait(ring.full(slot), parity);
-        wgmma_wait<1>();
-        if (threadIdx.x % 32 == 0 && box > 0)
-            mbarrier_arrive(ring.empty(this_slot == 0 ? STAGES - 1 : this_slot - 1));
-        weigh_all(s, p1, softmax, scale);
-        wgmma_fence();
-        scores(s, q, ring.k + slot * NEXT_BOX);
-        wgmma_commit();
-        values(o, p1, ring.v + this_slot * NEXT_BOX + SECOND_HALF);
-        wgmma_commit();
-        wgmma_wait<1>();
-    }
-
-    const int at = slot * NEXT_BOX;
-    weigh<false>(s, p0, softmax, scale, ring.thread_keys(0));
-    wgmma_fence();
-    scores(s, q, ring.k + at + SECOND_HALF);
-    values(o, p0, ring.v + at);
-    wgmma_commit();
-    wgmma_wait<0>();
-    if (ring.last_keys > 32) {
-        weigh<false>(s, p1, softmax, scale, ring.thread_keys(1));
-        wgmma_fence();
-        values(o, p1, ring.v + at + SECOND_HALF);
-        wgmma_commit();
-        wgmma_wait<0>();
-    }
 }
 
 // Whether the first pass may have left the range of a type; so it has where anything is not a number.
@@ -401,8 +309,8 @@ __device__ __forceinline__ bool left_range(const Softmax& softmax, const float (
 
 // The same again with the exact online softmax, one step after the other. The ring goes on where the first
 // pass left it, as if the boxes came again after the last one.
-__device__ __forceinline__ void exact_pass(const Ring& ring, const Queries& q, float scale, Softmax& softmax,
-                                           float (&o)[VALUE_ROWS / 2]) {
+__device__ __forceinline__ void exact_pass(const Ring& ring, const unsigned (&q)[KEY_STEPS][4], float scale,
+                                           Softmax& softmax, float (&o)[VALUE_ROWS / 2]) {
     unsigned p[2][4];
     float s[16];
     for (int i = 0; i < 16; ++i)
@@ -566,17 +474,12 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_MULTIP
     __syncthreads();
 
     const int token = first_token + threadIdx.x / 32 % 4 * 16;
-    Queries q;
+    unsigned q[KEY_STEPS][4];
     float o[VALUE_ROWS / 2];
     Softmax softmax;
     mbarrier_wait(shared + Q_FULL_AT, 0);
-    q.tile = wgmma_descriptor(shared + Q_AT);
-    if (!Q_FROM_SHARED) read_q(q.registers, memory + Q_AT);
-    if (LOOP == 2) {
-        lean_pass(ring, q, scale, softmax, o);
-    } else {
-        first_pass(ring, q, scale, softmax, o);
-    }
+    read_q(q, memory + Q_AT);
+    first_pass(ring, q, scale, softmax, o);
     if (__syncthreads_or(left_range(softmax, o))) exact_pass(ring, q, scale, softmax, o);
     if constexpr (WARPGROUPS > 1) {
         merge_and_write(out, lse, softmax, memory, o, group, bh, token, tokens);

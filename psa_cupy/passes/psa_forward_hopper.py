@@ -31,10 +31,8 @@ class Tuning:
     warpgroups: int
     stages: int
     blocks_per_multiprocessor: int
-    loop: int = 0
-    q_from_shared: bool = False
 
-    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+    def constants(self) -> tuple[tuple[str, int], ...]:
         """As a Kernel wants them."""
         return tuple((name.upper(), value) for name, value in vars(self).items())
 
@@ -62,23 +60,43 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
 
 
 def choose_tuning(geometry: PSAGeometry, device: Device) -> Tuning:
-    """As many warpgroups on a multiprocessor as registers allow and rings of three boxes or more fit.
+    """As many warpgroups on a multiprocessor as registers and rings of three or four boxes allow.
 
-    Where there are few tiles of queries, two or four warpgroups share the keys of each. Measured on an H200
-    (bfloat16, microseconds; one, two, four warpgroups): (1, 2, 400) 8.8, 7.6, 8.1; (4, 4, 400) 9.7, 9.1, 9.5;
-    (1, 2, 1600) 17.0, 13.3, 13.1; but (16, 4, 400), 448 tiles, 13.8, 16.4, 21.2.
+    A fourth box is worth more than a fourth warpgroup, but not more than a third. Where there are few tiles
+    of queries, two or four warpgroups share the keys of each.
+
+    Measured on an H200, 2026-12-01, bfloat16, microseconds. Heads of 32 and 64 channels, by (B, heads, N):
+    (1, 2, 400) 7.7; (16, 4, 400) 13.7; (64, 4, 400) 33.9; (256, 4, 400) 105.4; (8, 4, 1600) 47.6;
+    (4, 4, 6400) 293; (1, 4, 35344) 2332. One, two, four warpgroups for a tile's keys: (1, 2, 400) 8.5, 7.7,
+    8.3; (1, 4, 1600) 18.1, 14.1, 12.9; (1, 1, 6400) 54.2, 34.8, 29.4; but (16, 4, 400), 448 tiles, 13.7,
+    17.2, 23.3. Heads of 36 and 72 channels, four boxes for three warpgroups against three for four:
+    (64, 4, 400) 40.4 and 42.2; (256, 4, 400) 128.7 and 131.3; (8, 4, 1600) 55.6 and 60.3.
     """
     most_warpgroups = 4 if geometry.key_dim <= 48 and geometry.value_dim <= 72 else 3
     for warpgroups in (4, 2, 1):
         if warpgroups > 1 and not _shares_keys(warpgroups, geometry, device):
             continue
-        for blocks in range(most_warpgroups // warpgroups, 0, -1):
-            for stages in (4, 3):
-                tuning = Tuning(warpgroups, stages, blocks)
-                block_bytes = _shared_bytes(tuning, geometry) + _BLOCK_RESERVE
-                if blocks * block_bytes <= device.shared_bytes + _BLOCK_RESERVE:
-                    return tuning
+        fitting = [
+            tuning
+            for blocks in range(1, most_warpgroups // warpgroups + 1)
+            for tuning in (Tuning(warpgroups, 3, blocks), Tuning(warpgroups, 4, blocks))
+            if _fits(tuning, geometry, device)
+        ]
+        if fitting:
+            return max(fitting, key=_worth)
     raise ValueError(f"psa_forward: {device} has too little shared memory for the hopper variant")
+
+
+def _fits(tuning: Tuning, geometry: PSAGeometry, device: Device) -> bool:
+    """Whether so many blocks fit a multiprocessor: it has what one block may use, and one reserve."""
+    block_bytes = _shared_bytes(tuning, geometry) + _BLOCK_RESERVE
+    return tuning.blocks_per_multiprocessor * block_bytes <= device.shared_bytes + _BLOCK_RESERVE
+
+
+def _worth(tuning: Tuning) -> tuple[int, int, int]:
+    """Three warpgroups on a multiprocessor come first, then the boxes of a ring, then more blocks."""
+    blocks = tuning.blocks_per_multiprocessor
+    return min(tuning.warpgroups * blocks, 3), tuning.stages, blocks
 
 
 def _shares_keys(warpgroups: int, geometry: PSAGeometry, device: Device) -> bool:

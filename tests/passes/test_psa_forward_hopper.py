@@ -88,6 +88,22 @@ def test_blocks_fit_a_multiprocessor(dims, batch, tokens):
 
 
 @pytest.mark.parametrize(
+    ("dims", "stages", "blocks"),
+    [
+        ((32, 64), 4, 4),
+        ((20, 44), 4, 4),
+        ((36, 72), 4, 3),  # measured: better than three boxes for four blocks
+        ((64, 64), 4, 3),
+        ((48, 96), 3, 3),
+        ((64, 128), 4, 2),
+    ],
+)
+def test_boxes_and_blocks_by_size_of_a_head(dims, stages, blocks):
+    tuning = hopper.choose_tuning(problem(dims=dims, batch=64).geometry, H200)
+    assert tuning == hopper.Tuning(1, stages, blocks)
+
+
+@pytest.mark.parametrize(
     ("warpgroups", "batch", "heads", "tokens"),
     [
         (2, 1, 2, 400),  # 14 tiles
