@@ -7,8 +7,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from psa_cupy import reference
 from psa_cupy.testing import gradcheck

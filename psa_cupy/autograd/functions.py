@@ -12,9 +12,7 @@ import numpy as np
 
 from psa_cupy.arguments import cupy_if_imported, is_cupy, require_arrays, require_dtype, require_shape
 from psa_cupy.autograd.tape import Variable, device_of, record
-from psa_cupy.passes import extract_v as extraction
-from psa_cupy.passes import merge_attn as merging
-from psa_cupy.passes import pack_qkv as packing
+from psa_cupy.passes import extract_v as extraction, merge_attn as merging, pack_qkv as packing
 from psa_cupy.passes.flash_attention import flash_attention_backward, flash_attention_forward
 from psa_cupy.passes.psa import psa_backward, psa_forward
 

@@ -45,17 +45,25 @@ def include_options() -> tuple[str, ...]:
 
 
 def compile_for(kernel: Kernel, arch: str) -> Report:
-    """Compile with the options CuPy uses; raises NVRTCError with the compiler's messages."""
+    """Compile with the options CuPy uses; fails with the compiler's messages."""
     from cupy.cuda import nvrtc
 
-    options = (f"-arch={kernel.arch or arch}", "-std=c++17", "-ftz=true", "--ptxas-options=-v", *include_options())
+    options = (
+        f"-arch={kernel.arch or arch}",
+        "-std=c++17",
+        "-ftz=true",
+        "--ptxas-options=-v",
+        *include_options(),
+    )
     program = nvrtc.createProgram(render(kernel), kernel.file, (), ())
     try:
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError as error:
         raise AssertionError(f"{kernel} for {arch}: {nvrtc.getProgramLog(program)}") from error
     log = nvrtc.getProgramLog(program)
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", _of_entry(log, kernel.entry)))
+    spilled = sum(
+        int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", _of_entry(log, kernel.entry))
+    )
     registers = re.search(r"Used (\d+) registers", _of_entry(log, kernel.entry))
     assert registers, log
     return Report(int(registers[1]), spilled, log)

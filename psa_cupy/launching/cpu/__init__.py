@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from psa_cupy.launching import source
-from psa_cupy.launching.cpu import compile as _compile
-from psa_cupy.launching.cpu import launch as _launch
+from psa_cupy.launching.cpu import compile as _compile, launch as _launch
 from psa_cupy.launching.cpu.compile import cache_folder, compiler
 from psa_cupy.launching.cpu.faults import KernelError
 from psa_cupy.launching.cpu.launch import DEVICE
