@@ -310,7 +310,9 @@ def test_real_heads_hardly_spill(arch, dims, tokens):
     for dtype in DTYPES:
         described = PSAProblem(PSAGeometry(64, 4, *dims, 1, tokens), dtype)
         (launch,) = portable.plan(described, nvrtc.DEVICES[arch]).launches
-        assert nvrtc.compile_for(launch.kernel, arch).spilled_bytes <= 32
+        # measured on an H200: two tiles of queries at 36/72 are the fastest, although they spill 100 bytes
+        most = 112 if dtype == F32 else 32
+        assert nvrtc.compile_for(launch.kernel, arch).spilled_bytes <= most
 
 
 @pytest.mark.skipif(not nvrtc.is_available, reason="CuPy (NVRTC) is not installed: the extra nvrtc")
