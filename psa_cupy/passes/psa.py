@@ -1,8 +1,8 @@
 """The fused front door: attention straight from and to NCHW arrays, forward and backward.
 
 Each call is checked in full once for its shapes (`forward_with`, `backward_with`); a later call on CuPy
-arrays with the same shapes finds a prepared one, checks only what can have changed (addresses, layout,
-overlap) and launches.
+arrays with the same shapes finds a prepared one, checks only what can have changed (kind, device, layout,
+addresses, overlap) and launches.
 """
 
 from __future__ import annotations
@@ -292,7 +292,8 @@ def _prepared_key(direction, qkv, num_heads, key_dim, scale) -> tuple | None:
 def _remember(key, where, plan, inputs, targets) -> None:
     if len(_prepared) >= _MOST_PREPARED:  # a program with ever new shapes must not grow for ever
         _prepared.clear()
-    _prepared[key] = _Prepared(where, plan, inputs, targets)
+    *_, device_id = key
+    _prepared[key] = _Prepared(device_id, where, plan, inputs, targets)
 
 
 class _Prepared:
@@ -302,14 +303,15 @@ class _Prepared:
     the arrays need the full way (a copy, another alignment, an error to raise).
     """
 
-    def __init__(self, where, plan, inputs, targets):
+    def __init__(self, device_id, where, plan, inputs, targets):
         self._cupy, self._where, self._plan = cupy_if_imported(), where, plan
+        self._device_id = device_id
         self._inputs = tuple((name, *specification) for name, specification in inputs.items())
         self._targets = tuple((name, *specification) for name, specification in targets.items())
 
     def call(self, inputs, targets):
         """Check, allocate the targets that are None, launch; the targets, or None."""
-        if inputs[0].data.device_id != self._cupy.cuda.runtime.getDevice():
+        if self._device_id != self._cupy.cuda.runtime.getDevice():
             return None
         results = tuple(
             self._cupy.empty(shape, dtype) if target is None else target
@@ -331,6 +333,7 @@ class _Prepared:
     def _fits(self, array, shape, dtype) -> bool:
         return (
             type(array) is self._cupy.ndarray
+            and array.data.device_id == self._device_id
             and array.shape == shape
             and array.dtype == dtype
             and array.flags.c_contiguous

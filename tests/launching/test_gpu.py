@@ -205,6 +205,11 @@ def test_prepared_calls_check_what_can_change(cp):
         psa_cupy.psa_forward(qkv, 2.0)
     with pytest.raises(TypeError, match="mix"):
         psa_cupy.psa_forward(qkv, HEADS, out=cp.asnumpy(out))
+    psa_cupy.psa_backward(out, qkv, out, lse, HEADS)
+    with pytest.raises(TypeError, match="d_out is None"):
+        psa_cupy.psa_backward(None, qkv, out, lse, HEADS)
+    with pytest.raises(TypeError, match="mix"):
+        psa_cupy.psa_backward(cp.asnumpy(out), qkv, out, lse, HEADS)
     shifted = cp.empty(qkv.size + 1, qkv.dtype)[1:].reshape(qkv.shape)
     shifted[...] = qkv
     unaligned = psa_cupy.psa_forward(shifted, HEADS)
