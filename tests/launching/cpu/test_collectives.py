@@ -104,6 +104,20 @@ def test_atomic_add_between_threads_and_blocks(type_, checked):
     assert np.array_equal(y.astype(np.float32), [105, 100])
 
 
+@pytest.mark.parametrize(("type_", "dtype", "bits"), [("float", np.float32, 12), ("double", np.float64, 27)])
+def test_a_product_is_rounded_before_it_is_added(type_, dtype, bits, checked):
+    """As an atomic unit does; a fused multiply-add would leave x * x's last bit."""
+    text = f"""
+    extern "C" __global__ void kernel({type_}* y, const {type_}* x, int count) {{
+        const {type_} product = x[threadIdx.x] * x[0];
+        if (threadIdx.x < count) atomicAdd(y + threadIdx.x, product);
+    }}
+    """
+    x = np.full(4, 1 + 2.0**-bits, dtype)
+    y, _ = run_text(text, np.int32(4), block=4, checked=checked, y=-(x * x), x=x)
+    assert not y.any()
+
+
 def test_other_atomics(checked):
     text = """
     extern "C" __global__ void kernel(int* y) {

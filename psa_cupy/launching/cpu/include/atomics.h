@@ -12,6 +12,14 @@ CUDA_ON_CPU_UNSEEN inline void store_unseen(T* address, T value) {
     *address = value;
 }
 
+// A value as an atomic unit gets it, rounded to T: without this the compiler may fuse the multiplication that
+// made it with the addition.
+template <class T>
+__forceinline__ T finished(T value) {
+    asm("" : "+m"(value));
+    return value;
+}
+
 // Inlined, so that its calls of the runtime come from the kernel's line.
 template <class T, class Combine>
 __forceinline__ T read_modify_write(T* address, Combine combine) {
@@ -25,6 +33,7 @@ __forceinline__ T read_modify_write(T* address, Combine combine) {
 
 #define CUDA_ON_CPU_ATOMIC(NAME, T, EXPRESSION)                                                         \
     inline T NAME(T* address, T value) {                                                                \
+        value = cuda_on_cpu::finished(value);                                                           \
         return cuda_on_cpu::read_modify_write(address,                                                  \
                                               [=]([[maybe_unused]] T old) -> T { return EXPRESSION; }); \
     }
