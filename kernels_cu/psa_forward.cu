@@ -67,9 +67,10 @@ __device__ __forceinline__ int channel_of(int row) {
     return row - KEY_ROWS < VALUE_DIM ? row - (KEY_ROWS - KEY_DIM) : -1;
 }
 
-// Tokens between an address and the multiple of 16 bytes in front of it.
-__device__ __forceinline__ int misalignment(const T* address) {
-    return WIDTH == 8 ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(address) & 15) / 2;
+// Tokens between a multiple of 16 bytes and a channel's first token behind it, or every eighth token of it.
+__device__ __forceinline__ int misalignment(const T* head, int channel, int tokens) {
+    const unsigned start = static_cast<unsigned>(reinterpret_cast<unsigned long long>(head)) / ELEMENT;
+    return WIDTH == 8 ? 0 : (start + static_cast<unsigned>(channel) * static_cast<unsigned>(tokens)) % 8;
 }
 
 // Starts the copy of the first `count` tokens of an aligned unit, zeros behind them.
@@ -121,7 +122,7 @@ struct Rows {
             const int row = step + sharer * AT_ONCE + lane / UNITS, channel = channel_of(row);
             if (step + STRIDE > COUNT && row >= COUNT) return;
             const T* start = head + static_cast<long long>(CHANNEL + channel) * tokens + first;
-            const int shift = misalignment(start);
+            const int shift = misalignment(head, CHANNEL + channel, tokens);
             const int count = channel < 0 ? 0 : min(8, tokens - first + shift - 8 * unit);
             copy_unit(rows + row * PITCH + 8 * unit, start - shift + 8 * unit, count, qkv);
         }
@@ -131,13 +132,14 @@ struct Rows {
     // unit and the next before one of them writes.
     static __device__ __forceinline__ void realign(T* rows, int sharer, const T* head, int first,
                                                    int tokens) {
+        sharer = derived_here(sharer);
         const int lane = derived_here(threadIdx.x % 32), unit = lane % UNITS;
         const Unit zeros = {};
 #pragma unroll 1
         for (int step = 0; step < COUNT; step += STRIDE) {
             const int row = step + sharer * AT_ONCE + lane / UNITS, channel = channel_of(row);
             const bool exists = lane < AT_ONCE * UNITS && row < COUNT && unit < TOKENS / 8;
-            const int shift = misalignment(head + static_cast<long long>(CHANNEL + channel) * tokens + first);
+            const int shift = misalignment(head, CHANNEL + channel, tokens);
             const int count = exists && channel >= 0 ? tokens - first + shift - 8 * unit : 0;
             Unit* place = reinterpret_cast<Unit*>(rows + row * PITCH + 8 * unit);
             const Unit low = count > 0 ? place[0] : zeros;

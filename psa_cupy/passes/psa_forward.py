@@ -50,27 +50,28 @@ def supports(problem: PSAProblem, device: Device) -> bool:
 
 def plan(problem: PSAProblem, device: Device) -> Plan:
     """One launch; operands "qkv", "out", "lse"."""
-    tile, splits = choose_tile(problem.geometry, device)
+    tile, splits = choose_tile(problem, device)
     return plan_with(tile, splits, problem)
 
 
-def choose_tile(geometry: PSAGeometry, device: Device) -> tuple[Tile, int]:
+def choose_tile(problem: PSAProblem, device: Device) -> tuple[Tile, int]:
     """The tile, and how many blocks share the queries of one head.
 
-    Measured on an H200 (bfloat16, microseconds). Resident, each K and V read once, wins where a
-    multiprocessor holds two such blocks: (64, 4, 400) 43.5, the best of eight streaming tiles 50.8. With
-    more channels it still does where it holds one: key_dim 36 65.2, streaming 69.5. All other heads are
-    streamed, with two tiles of queries per warp where registers allow: (4, 4, 6400) 551, with one tile 609.
+    Measured on an H200 (2026-12-01, bfloat16, microseconds). Resident, each K and V read once, wins where a
+    multiprocessor holds two such blocks: (64, 4, 400) 38.8, the best streaming tile 46.1. With more channels
+    it still does where it holds one: key_dim 36 56.5, streaming 58.7. All other heads are streamed, with two
+    tiles of queries per warp where registers allow: (8, 4, 1600) 74, (4, 4, 6400) 512.
     """
-    return _resident(geometry, device) or _streaming(geometry, device)
+    return _resident(problem, device) or _streaming(problem.geometry, device)
 
 
-def _resident(geometry: PSAGeometry, device: Device) -> tuple[Tile, int] | None:
+def _resident(problem: PSAProblem, device: Device) -> tuple[Tile, int] | None:
     """For heads whose K and V stay in shared memory; None for others.
 
-    A head is split only as far as all blocks still run at once: (64, 4, 400) by two blocks instead of one
-    took 45.7 instead of 43.5, (16, 4, 400) by five 26.9, by four 19.1, by one 27.3.
+    A head is split only as far as all blocks still run at once. Of an earlier kernel: (64, 4, 400) by two
+    blocks 45.7, by one 43.5; (16, 4, 400) by five 26.9, by four 19.1 (of this one 18.3), by one 27.3.
     """
+    geometry = problem.geometry
     few_channels = _has_few_channels(geometry)
     blocks = 2 if few_channels else 1
     tiles = -(-geometry.tokens // 16)
@@ -78,8 +79,18 @@ def _resident(geometry: PSAGeometry, device: Device) -> tuple[Tile, int] | None:
     most = 8 if _has_many_channels(geometry) else 13
     # few values, so that few kernels serve all numbers of tokens
     warps = next((w for w in (4, 7) if w * splits >= tiles), most)
-    tile = Tile(warps, query_tiles=1, chunk=80, lookahead=2, resident=True, min_blocks=blocks)
+    tile = Tile(warps, 1, _resident_chunk(problem), lookahead=2, resident=True, min_blocks=blocks)
     return (tile, splits) if _holds(device, tile, geometry) else None
+
+
+def _resident_chunk(problem: PSAProblem) -> int:
+    """Keys that arrive at once.
+
+    Where rows have to be moved into place, a warp does it for two rows of 112 keys with 30 of its lanes, of
+    80 with 22, of 144 for one with 19. Tokens (64, 4): 361 63.8, 66.5 and 64.9, 398 53.3, 56.6 and 56.0,
+    399 67.0, 70.8 and 68.0. Aligned rows are best in small chunks: 400 40.7, 38.8 and 41.6.
+    """
+    return 80 if _width(problem) == 8 else 112
 
 
 def _streaming(geometry: PSAGeometry, device: Device) -> tuple[Tile, int]:

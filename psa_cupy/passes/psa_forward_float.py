@@ -20,8 +20,8 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _MAX_REGISTERS = 255
 """Of a thread."""
 _SPARED_REGISTERS = 23
-"""By which the estimate for float32 may miss: the compiler then spills about 100 bytes at most, and the tiles of
-`choose_tile` that need it are the fastest all the same."""
+"""By which the estimate for float32 may exceed the registers: spills of about 100 bytes at most, and the tiles
+that need it are the fastest all the same (choose_tile)."""
 _BLOCK_RESERVE = 1024
 """Shared memory that the system takes of a multiprocessor for each block, in bytes."""
 

@@ -243,7 +243,7 @@ def test_tiles_fit_every_device(arch):
             for batch in (1, 64):
                 described = PSAProblem(PSAGeometry(batch, 4, *dims, 1, tokens), BF16)
                 assert portable.supports(described, device) is (device.capability >= (8, 0))
-                tile, splits = portable.choose_tile(described.geometry, device)
+                tile, splits = portable.choose_tile(described, device)
                 (launch,) = portable.plan(described, device).launches
                 assert launch.shared_bytes <= device.shared_bytes
                 assert launch.block[0] == 32 * tile.warps <= 1024
