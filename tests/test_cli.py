@@ -40,6 +40,27 @@ def test_check_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
     assert "checks failed" in capsys.readouterr().out
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "name",
+    ["pack_qkv", "pack_qkv_backward", "extract_v", "extract_v_backward", "merge_attn", "merge_attn_backward"],
+)
+def test_check_fails_when_a_layout_pass_is_wrong(name, capsys, monkeypatch):
+    right = getattr(check.psa_cupy, name)
+
+    def wrong(*arguments):
+        results = right(*arguments)
+        last = results[-1] if isinstance(results, tuple) else results
+        last[...] = -last
+        return results
+
+    monkeypatch.setattr(check, "_CPU_CASES", check._CPU_CASES[2:3])
+    monkeypatch.setattr(check.psa_cupy, name, wrong)
+    monkeypatch.setattr(check, "_variants", lambda direction, data: [])
+    assert command_line.main(["check"]) == 1
+    assert "layout passes" in capsys.readouterr().out
+
+
 def test_info_gives_everything_whole(capsys, monkeypatch):
     """Brackets are no markup, and long paths are not cut."""
     monkeypatch.setattr(machine, "find_spec", lambda name: None)

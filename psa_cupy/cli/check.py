@@ -187,9 +187,18 @@ class _Data:
             v = psa_cupy.extract_v(self.qkv, heads)
             merged = psa_cupy.merge_attn(packed[2], packed[3], heads, height, width)
             unpacked = psa_cupy.pack_qkv_backward(packed, heads, height, width)
+            o_lo, o_hi = psa_cupy.merge_attn_backward(v, heads)
+            only_v = psa_cupy.extract_v_backward(v, heads)
         host = self.machine.xp.asnumpy if self.machine.on_gpu else np.asarray
-        expected = reference.pack_qkv(host(self.qkv), heads)
-        pairs = ((packed, expected), (merged, v), (unpacked, self.qkv))
+        pairs = (
+            (packed, reference.pack_qkv(host(self.qkv), heads)),
+            (unpacked, self.qkv),
+            (v, reference.extract_v(host(self.qkv), heads)),
+            (only_v, reference.extract_v_backward(host(v), heads)),
+            (merged, v),
+            (o_lo, packed[2]),
+            (o_hi, packed[3]),
+        )
         same = all(np.array_equal(_bits(host(a)), _bits(host(b))) for a, b in pairs)
         return 0.0 if same else float("inf")
 
