@@ -376,15 +376,37 @@ struct QueryTile {
             for (int step = 0; step < VALUE_STEPS; step++)
 #pragma unroll
                 for (int i = 0; i < 4; i += 2) {
-                    if (VALUE_DIM % 16 != 0 && step * 16 + i * 4 + lane / 4 >= VALUE_DIM) break;
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const float (&x)[4] = o[t][step][half];
-                        store_pair(target + half * 8, tokens - query - half * 8, pack2(x[i], x[i + 1], T()));
+                    const float (&x)[2][4] = o[t][step];
+                    const bool exists = VALUE_DIM % 16 == 0 || step * 16 + i * 4 + lane / 4 < VALUE_DIM;
+                    const unsigned low = pack2(x[0][i], x[0][i + 1], T());
+                    const unsigned high = pack2(x[1][i], x[1][i + 1], T());
+                    if (WIDTH == 1 && first + t * 16 + 16 <= tokens) {
+                        store_tokens(target, exists, low, high);
+                    } else if (exists) {
+                        store_pair(target, tokens - query, low);
+                        store_pair(target + 8, tokens - query - 8, high);
                     }
                     target += 8 * static_cast<long long>(tokens);
                 }
         }
+    }
+
+    // 16 tokens of a channel, of a row at any address, from four lanes that hold two pairs each. Where a pair
+    // is not aligned, each lane stores its second token and the next lane's first; two are left, one at each
+    // end. (Token by token, each store moves half as much.)
+    static __device__ __forceinline__ void store_tokens(T* target, bool exists, unsigned low, unsigned high) {
+        const int lane = threadIdx.x % 32, place = lane % 4, next = lane - place + (place + 1) % 4;
+        const unsigned behind_low = __shfl_sync(WARP, place == 0 ? high : low, next);
+        const unsigned behind_high = __shfl_sync(WARP, high, next);
+        const bool shifts = reinterpret_cast<unsigned long long>(target) & 2;
+        if (!exists) return;
+        T* const pairs = target + shifts;
+        *reinterpret_cast<unsigned*>(pairs) = shifts ? low >> 16 | behind_low << 16 : low;
+        if (!shifts || place != 3)
+            *reinterpret_cast<unsigned*>(pairs + 8) = shifts ? high >> 16 | behind_high << 16 : high;
+        if (shifts && (place == 0 || place == 3))
+            *reinterpret_cast<unsigned short*>(place == 0 ? target : target + 9) =
+                static_cast<unsigned short>(place == 0 ? low : high >> 16);
     }
 
     // Of a pair of tokens those that exist: `left` from the first on.

@@ -20,8 +20,8 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _MAX_REGISTERS = 255
 """Of a thread."""
 _SPARED_REGISTERS = 23
-"""By which the estimate for float32 may exceed the registers: spills of about 100 bytes at most, and the tiles
-that need it are the fastest all the same (choose_tile)."""
+"""By which the estimate for float32 may exceed the registers: spills of about 100 bytes at most, and the
+tiles that need it are the fastest all the same (choose_tile)."""
 _BLOCK_RESERVE = 1024
 """Shared memory that the system takes of a multiprocessor for each block, in bytes."""
 
