@@ -47,19 +47,26 @@ class Tile:
     """Stationary tokens of a warp: 16 or 32."""
 
 
-# Measured on an H200; best first. Warps, blocks of a multiprocessor, tokens of a warp's tile. In bfloat16 at
-# (64, 4, 400), in microseconds:
-#     keys     8 x 2: 69, 12 x 1: 76, in chunks 86 (7 x 2: 67, 13 x 1: 71, but they spill on some GPUs);
-#              dims 36 and 72: 12 x 1: 91, 8 x 1: 92, in chunks 110
-#     queries  10 x 2: 50, 9 x 2: 52, 13 x 1: 54, in chunks 56; dims 36 and 72: 13 x 1: 63, 12 x 1: 70
-_RESIDENT = {True: ((8, 2, 16), (12, 1, 16), (8, 1, 16)), False: ((10, 2, 16), (13, 1, 16), (8, 1, 16))}
+# Best first: H200, 2026-12-01, us. Warps, blocks of a multiprocessor, tokens of a warp's tile.
+#     bfloat16 at (64, 4, 400): keys    4 x 2 of 32: 65.5, 8 x 2: 68.9, 7 x 1 of 32: 70.5, 8 x 1 of 32: 72.6
+#                               queries 10 x 2: 57.2, 9 x 2: 59.5; of 32, 4 x 2: 72.8, 12 x 1: 79.1
+#         dims 36 and 72:       keys    7 x 1 of 32: 85.4, 8 x 1: 92.4; 12 x 1: 91.6, but it spills on sm_100
+#                               queries 13 x 1: 74.5, 7 x 1 of 32: 89.3
+#     float32:                  keys    8 x 1: 322.4, 9 x 1: 408.4, in chunks 347.0
+#                               queries 8 x 1: 239.0, 12 x 1: 247.1, in chunks 274.4
+_RESIDENT = {
+    True: ((4, 2, 32), (8, 2, 16), (7, 1, 32), (8, 1, 16)),
+    False: ((10, 2, 16), (13, 1, 16), (8, 1, 16)),
+}
 """Of key and of query tasks, where all moving tokens stay in shared memory."""
-# Likewise, and the tokens of a chunk. At (8, 4, 1600):
-#     keys     8 x 2 of 128: 145, of 64: 152, 5 x 3 of 80: 143, but these spill on some GPUs (6 x 2: not
-#              measured yet); float32, in relation: 4 x 2 of 64: 858, 8 x 1: 919
-#     queries  8 x 2 of 128: 105, of 64: 111; float32: 4 x 3 of 48: 607, 12 x 1 of 64: 686
+# Likewise, and the tokens of a chunk.
+#     bfloat16 at (8, 4, 1600): keys    8 x 1 of 32, 128: 128.8, 4 x 2 of 32, 128: 135.6, 8 x 2, 128: 146.9
+#                                       (but spills on sm_100), 6 x 2, 128: 158.3
+#                               queries 8 x 2, 128: 108.2, 10 x 2, 64: 110.3; of 32, 4 x 3, 64: 124.1
+#     float32:                  keys    4 x 2, 64: 678.7, 8 x 1, 64: 716.4
+#                               queries 4 x 2, 64: 488.3, 8 x 1, 64: 513.7, 4 x 3, 48: 553.1
 _SMALL = ((4, 2, 16, 64), (8, 1, 16, 64), (4, 1, 16, 64), (4, 1, 16, 16))
-_PASSING = {True: ((6, 2, 16, 128), *_SMALL), False: ((8, 2, 16, 128), (4, 3, 16, 48), *_SMALL)}
+_PASSING = {True: ((8, 1, 32, 128), (6, 2, 16, 128), *_SMALL), False: ((8, 2, 16, 128), *_SMALL)}
 """Of key and of query tasks, where they pass by in chunks."""
 
 
@@ -86,10 +93,14 @@ def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
             Tile(w, blocks, min(chunk, whole), 2, False, held, tokens)
             for w, blocks, tokens, chunk in _PASSING[keys]
         ]
+    if not _wide_tiles_pay(problem, device):
+        candidates = [tile for tile in candidates if tile.tokens == 16]
     candidates = [
         tile for tile in candidates if _registers(problem, tile, keys) <= _registers_there_are(tile)
     ]
-    candidates += [Tile(w, 1, _STEP, stages, False, False) for w in (4, 2, 1) for stages in (2, 1)]
+    # Sums that fill the registers go in and out of memory: one chunk leaves them more than two.
+    stages = (2, 1) if _sum_registers(problem, keys) < _MAX_REGISTERS else (1,)
+    candidates += [Tile(w, 1, _STEP, s, False, False) for w in (4, 2, 1) for s in stages]
     return next((tile for tile in candidates if _fits(problem, device, tile, keys)), None)
 
 
@@ -180,19 +191,36 @@ def _tiles_per_block(tiles: int, heads: int, device: Device, tile: Tile) -> int:
     return -(-tiles // blocks)
 
 
+def _wide_tiles_pay(problem: PSAProblem, device: Device) -> bool:
+    """Whether a warp may have 32 tokens: pays in 16-bit types, if every quarter multiprocessor gets a tile.
+
+    Copies of single elements and additions to d_qkv would make such tiles spill.
+    """
+    geometry = problem.geometry
+    tiles = geometry.bh * -(-geometry.tokens // 32)
+    simple = _copy_bytes(problem) > 2 and not problem.accumulate
+    return problem.dtype.itemsize == 2 and simple and tiles >= 4 * device.multiprocessors
+
+
 def _registers(problem: PSAProblem, tile: Tile, keys: bool) -> int:
     """An estimate of a thread's registers: sums, operands if held, one step's scores, and addresses."""
     geometry: PSAGeometry = problem.geometry
     itemsize = problem.dtype.itemsize
     words = 2 if itemsize == 8 else 1
-    key_columns, value_columns = -(-geometry.key_dim // 8), -(-geometry.value_dim // 8)
-    sums = 4 * words * (key_columns + (value_columns if keys else 0))
     # In 32-bit words a thread holds of 16 tokens x 16 channels: 4 of 16-bit types; float32 in two parts.
     held = {2: 4, 4: 16, 8: 16}[itemsize] * (-(-geometry.key_dim // 16) + -(-geometry.value_dim // 16))
     halves = tile.tokens // 16
-    of_tile = sums + (held if tile.stationary_in_registers else 0) + 16 * words
-    passing = 16 if itemsize == 2 and not tile.resident else 0
-    return halves * of_tile + 20 * words + {2: 8, 4: 16, 8: 0}[itemsize] + passing
+    of_tile = _sum_registers(problem, keys) + (held if tile.stationary_in_registers else 0) + 16 * words
+    passing = 8 + 8 * halves if itemsize == 2 and not tile.resident else 0
+    extras = 22 if itemsize == 2 and keys and (problem.branch or problem.accumulate) else 0
+    return halves * of_tile + 20 * words + {2: 8, 4: 16, 8: 0}[itemsize] + passing + extras
+
+
+def _sum_registers(problem: PSAProblem, keys: bool) -> int:
+    """Registers of a thread for the gradients of 16 tokens."""
+    words = 2 if problem.dtype.itemsize == 8 else 1
+    key_columns, value_columns = -(-problem.geometry.key_dim // 8), -(-problem.geometry.value_dim // 8)
+    return 4 * words * (key_columns + (value_columns if keys else 0))
 
 
 def _registers_there_are(tile: Tile) -> int:
