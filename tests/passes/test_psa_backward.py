@@ -110,6 +110,14 @@ def test_the_widest_heads(executor):
 
 
 @executors("gpu")
+@pytest.mark.parametrize(("heads", "height", "width"), [(48, 20, 20), (20, 26, 40)], ids=str)
+@pytest.mark.parametrize("dims", [(32, 64), (36, 72)], ids=str)
+def test_enough_tokens_for_wide_tiles(executor, heads, height, width, dims):
+    problem = Problem(1, heads, *dims, height, width, BF16)
+    assert_within_bounds(problem, backward(executor, problem))
+
+
+@executors("gpu")
 @given(problem=strategies.problems(halves=False, max_bh=6))
 def test_any_problem_on_a_gpu(executor, problem):
     assert_within_bounds(problem, backward(executor, problem))
@@ -314,6 +322,16 @@ def test_each_tile_has_one_owner(bh, tokens):
         assert owned == list(itertools.product(range(bh), range(tiles)))
 
 
+def test_a_warp_gets_32_tokens_only_where_that_pays():
+    def key_tokens(device=H200, **kwargs):
+        return portable.choose_tile(described(**kwargs), device, True).tokens
+
+    assert key_tokens(bh=256) == key_tokens(bh=48) == key_tokens(bh=20, tokens=1040) == 32
+    assert key_tokens(bh=256, key_dim=36, value_dim=72) == key_tokens(bh=256, branch=True) == 32
+    assert key_tokens(bh=4) == key_tokens(bh=256, tokens=399) == key_tokens(bh=256, dtype=F32) == 16
+    assert key_tokens(bh=256, accumulate=True) == 16
+
+
 def test_scratch_is_linear_in_tokens():
     (rows,) = portable.plan(described(tokens=6401), H200).scratch
     assert rows.shape == (4, 6432, 2)
@@ -354,15 +372,24 @@ def assert_spills_at_most(most, problem, arch):
         assert max(spilled) <= most, log
 
 
+EXTRAS = {
+    "alone": {},
+    "branch": {"branch": True},
+    "added to": {"accumulate": True},
+    "both": {"accumulate": True, "branch": True},
+    "odd": {"tokens": 399},
+    "passing": {"tokens": 1600},
+    "passing, both": {"tokens": 1600, "accumulate": True, "branch": True},
+}
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dims", [(32, 64), (36, 72)])
-def test_16_bit_kernels_compile_without_spills(arch, dims):
-    assert_spills_at_most(0, described(256, 400, *dims), arch)
-
-
-@pytest.mark.parametrize("arch", ["80", "90"])
-def test_float16_with_all_extras_compiles_without_spills(arch):
-    assert_spills_at_most(0, described(256, 399, dtype=F16, accumulate=True, branch=True), arch)
+@pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS)
+def test_16_bit_kernels_compile_without_spills(arch, dims, extras):
+    assert_spills_at_most(
+        0, described(256, **{"tokens": 400, **extras}, key_dim=dims[0], value_dim=dims[1]), arch
+    )
 
 
 @pytest.mark.parametrize("arch", ["80", "90"])
