@@ -7,7 +7,11 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import psa_cupy
+from psa_cupy.launching import cpu
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,3 +87,17 @@ def is_installed():
 def test_the_installed_package_finds_its_kernels():
     """From outside the checkout's folder."""
     assert run_python(FIND, path="", cwd="/").endswith("kernels_cu")
+
+
+def test_the_types_of_results_and_errors_are_public():
+    assert psa_cupy.__all__ == sorted(psa_cupy.__all__)
+    qkv = np.ones((1, 16, 2, 3), np.float32)
+    assert type(psa_cupy.psa_forward(qkv, 2)) is psa_cupy.PSAForward
+    q, k, v, _ = psa_cupy.pack_qkv(qkv, 2)
+    o, lse = attention = psa_cupy.flash_attention_forward(q, k, v)
+    assert type(attention) is psa_cupy.FlashAttentionForward
+    gradients = psa_cupy.flash_attention_backward(o, q, k, v, o, lse)
+    assert type(gradients) is psa_cupy.FlashAttentionBackward
+    d_out = np.ones((1, 8, 2, 3), np.float32)
+    assert type(psa_cupy.merge_attn_backward(d_out, 2)) is psa_cupy.MergeAttnBackward
+    assert psa_cupy.KernelError is cpu.KernelError
