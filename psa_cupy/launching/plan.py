@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+RESERVED_SHARED_BYTES = 1024
+"""Shared memory that the system takes of a multiprocessor for each block, in bytes, from compute
+capability 8.0 on (Turing takes none): two blocks may have less than a half each of what one may have."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -93,3 +97,8 @@ class Device:
     """The most dynamic shared memory a block may ask for, in bytes."""
     tensor_maps: bool
     """Whether TMA descriptors can be made: compute capability 9.0 and a driver of CUDA 12 or later."""
+
+    def shared_bytes_of_each(self, blocks: int) -> int:
+        """The most dynamic shared memory, in bytes, of each of `blocks` on one multiprocessor."""
+        reserved = RESERVED_SHARED_BYTES if self.capability >= (8, 0) else 0
+        return (self.shared_bytes + reserved) // blocks - reserved

@@ -334,7 +334,7 @@ def _choose_tile(problem: FlashProblem, device: Device, shared, registers, most_
     """The first tile of which two blocks, else one, fit a multiprocessor; smaller if it would idle."""
     fitting = [
         tile
-        for limit in (device.shared_bytes // 2, device.shared_bytes)
+        for limit in (device.shared_bytes_of_each(2), device.shared_bytes_of_each(1))
         for tile in _TILES
         if registers(problem, tile) <= most_registers and shared(problem, tile) <= limit
     ]
@@ -492,7 +492,13 @@ def plain_psa_backward_plan(problem: PSAProblem, device: Device) -> Plan:
 
 def _infer_shape(q_shape, k_shape, v_shape):
     """Shapes of (o, lse) from those of q, k and v, whose first dimension may be None (not yet known)."""
-    return (*q_shape[:2], v_shape[2]), q_shape[:2]
+    (bh, _, key_dim), (_, keys, value_dim) = q_shape, v_shape
+    if k_shape != (bh, keys, key_dim) or v_shape[0] != bh:
+        raise ValueError(
+            f"flash_attention_forward: q, k, v have shapes {q_shape}, {k_shape}, {v_shape}, "
+            "expected (BH, Nq, D), (BH, Nk, D), (BH, Nk, Dv)"
+        )
+    return (*q_shape[:2], value_dim), q_shape[:2]
 
 
 FLASH_ATTENTION = Pass(

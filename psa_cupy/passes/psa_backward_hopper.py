@@ -26,8 +26,6 @@ _MAX_COLUMNS = 128
 """The widest operand the wgmma wrappers are made for."""
 _MAX_RING = 8
 """Boxes of a ring: more would not be in flight."""
-_RESERVED_SHARED_BYTES = 1024
-"""What CUDA takes of a multiprocessor's shared memory for each block."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +205,7 @@ def _tiles_per_block(tiles: int, heads: int, device: Device, layout: Layout) -> 
 
 def _stages_that_fit(geometry: PSAGeometry, device: Device, layout: Layout) -> int:
     """How many boxes of moving tokens a block has room for."""
-    whole = device.shared_bytes + _RESERVED_SHARED_BYTES
-    room = whole // layout.blocks_per_multiprocessor - _RESERVED_SHARED_BYTES
+    room = device.shared_bytes_of_each(layout.blocks_per_multiprocessor)
     without = _shared_bytes(geometry, layout, 0)
     return (room - without) // (_shared_bytes(geometry, layout, 1) - without)
 

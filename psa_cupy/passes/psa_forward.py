@@ -18,8 +18,6 @@ from psa_cupy.passes.descriptor import PSAProblem
 NAME = "portable"
 
 _DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-_BLOCK_RESERVE = 1024
-"""Shared memory that the system takes of a multiprocessor for each block, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,7 @@ def _has_many_channels(geometry: PSAGeometry) -> bool:
 
 def _holds(device: Device, tile: Tile, geometry: PSAGeometry) -> bool:
     """Whether a multiprocessor's shared memory is enough for `min_blocks` blocks."""
-    block = shared_bytes(tile, geometry) + _BLOCK_RESERVE
-    return tile.min_blocks * block <= device.shared_bytes + _BLOCK_RESERVE
+    return shared_bytes(tile, geometry) <= device.shared_bytes_of_each(tile.min_blocks)
 
 
 def plan_with(tile: Tile, splits: int, problem: PSAProblem) -> Plan:

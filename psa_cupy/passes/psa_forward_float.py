@@ -22,8 +22,6 @@ _MAX_REGISTERS = 255
 _SPARED_REGISTERS = 23
 """By which the estimate for float32 may exceed the registers: spills of about 100 bytes at most, and the
 tiles that need it are the fastest all the same (choose_tile)."""
-_BLOCK_RESERVE = 1024
-"""Shared memory that the system takes of a multiprocessor for each block, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,7 @@ def _grid(tile: Tile, geometry: PSAGeometry) -> int:
 
 
 def _fits(problem: PSAProblem, device: Device, tile: Tile) -> bool:
-    room = (device.shared_bytes + _BLOCK_RESERVE) // tile.min_blocks - _BLOCK_RESERVE
-    if shared_bytes(tile, problem.geometry, problem.dtype) > room:
+    if shared_bytes(tile, problem.geometry, problem.dtype) > device.shared_bytes_of_each(tile.min_blocks):
         return False
     threads = 32 * tile.warps * tile.min_blocks
     there_are = min(_MAX_REGISTERS, 65536 // threads // 8 * 8)  # of a multiprocessor's, by eights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from psa_cupy.launching.cpu import DEVICE
 from psa_cupy.passes import flash_attention as module
 from psa_cupy.passes.flash_attention import FLASH_ATTENTION, flash_attention_backward, flash_attention_forward
 from psa_cupy.passes.psa import backward_with, forward_with
+from tests.launching import nvrtc
 from tests.executors import executors
 from tests.pairwise import pairwise
 from tests.strategies import DTYPES, IMAGES, Problem, normal
@@ -426,6 +428,28 @@ class TestPlans:
             (None, 7, 3),
             (None, 7),
         )
+    @pytest.mark.parametrize("k_shape", [(5, 9, 5), (6, 8, 5), (6, 9, 4)])
+    def test_infer_shape_of_shapes_that_do_not_fit(self, k_shape):
+        with pytest.raises(ValueError, match=r"^flash_attention_forward: .*expected \(BH, Nq, D\)"):
+            FLASH_ATTENTION.infer_shape((6, 7, 5), k_shape, (6, 9, 3))
+
+    @pytest.mark.parametrize("name", sorted(nvrtc.DEVICES))
+    def test_a_multiprocessor_holds_two_blocks_where_a_tile_for_two_is_chosen(self, name):
+        """Tiles are sought for two blocks first; from sm_80 on the system takes 1 KiB for each."""
+        device = nvrtc.DEVICES[name]
+        reserved = 0 if name == "sm_75" else 1024
+        of_two = 0
+        for direction, key_dim, value_dim in itertools.product(
+            ("forward", "backward"), (32, 64, 96, 128), range(8, 257, 8)
+        ):
+            problem = module.FlashProblem(256, 400, 400, key_dim, value_dim, np.dtype(np.float32), 1.0)
+            launch = FLASH_ATTENTION.plan(direction, problem, device).launches[0]
+            assert launch.shared_bytes <= device.shared_bytes
+            if launch.shared_bytes <= device.shared_bytes // 2:
+                of_two += 1
+                assert 2 * (launch.shared_bytes + reserved) <= device.shared_bytes + reserved
+        assert of_two
+
 
 
 F32 = np.zeros((2, 5, 4), np.float32)
