@@ -16,8 +16,8 @@ from psa_cupy.launching.cpu import DEVICE
 from psa_cupy.passes import flash_attention as module
 from psa_cupy.passes.flash_attention import FLASH_ATTENTION, flash_attention_backward, flash_attention_forward
 from psa_cupy.passes.psa import backward_with, forward_with
-from tests.launching import nvrtc
 from tests.executors import executors
+from tests.launching import nvrtc
 from tests.pairwise import pairwise
 from tests.strategies import DTYPES, IMAGES, Problem, normal
 
@@ -428,6 +428,7 @@ class TestPlans:
             (None, 7, 3),
             (None, 7),
         )
+
     @pytest.mark.parametrize("k_shape", [(5, 9, 5), (6, 8, 5), (6, 9, 4)])
     def test_infer_shape_of_shapes_that_do_not_fit(self, k_shape):
         with pytest.raises(ValueError, match=r"^flash_attention_forward: .*expected \(BH, Nq, D\)"):
@@ -449,7 +450,6 @@ class TestPlans:
                 of_two += 1
                 assert 2 * (launch.shared_bytes + reserved) <= device.shared_bytes + reserved
         assert of_two
-
 
 
 F32 = np.zeros((2, 5, 4), np.float32)
