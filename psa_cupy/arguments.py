@@ -88,6 +88,11 @@ def require_dtype(function: str, name: str, array, expected: np.dtype | None = N
     return array.dtype
 
 
+def lse_dtype(dtype: np.dtype) -> np.dtype:
+    """What lse and the sums behind it are held in: float32, float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 def require_ndim(function: str, name: str, array, layout: tuple[str, ...]) -> tuple[int, ...]:
     """Check the number of dimensions against the names of the layout; returns the shape."""
     if array.ndim != len(layout):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from psa_cupy.arguments import lse_dtype
 from psa_cupy.views import heads_of, split_qkv, tiles, tokens_first
 
 _TILE_SCORES = 1 << 17
@@ -75,7 +76,7 @@ def merge_attn_backward(d_out, num_heads, *, d_o_lo=None, d_o_hi=None):
 def flash_attention_forward(q, k, v, *, scale=None):
     """Attention of q (BH, Nq, D) to k (BH, Nk, D) and v (BH, Nk, Dv): o (BH, Nq, Dv) and lse (BH, Nq)."""
     o = np.empty((*q.shape[:2], v.shape[2]), q.dtype)
-    lse = np.empty(q.shape[:2], _lse_dtype(q.dtype))
+    lse = np.empty(q.shape[:2], lse_dtype(q.dtype))
     _attend(q, k, v, _scale(scale, q.shape[2]), o, lse)
     return o, lse
 
@@ -98,7 +99,7 @@ def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None)
     if out is None:
         out = np.empty((batch, num_heads * v.shape[2], height, width), qkv.dtype)
     if lse is None:
-        lse = np.empty((batch, num_heads, height * width), _lse_dtype(qkv.dtype))
+        lse = np.empty((batch, num_heads, height * width), lse_dtype(qkv.dtype))
     _attend(q, k, v, _scale(scale, q.shape[2]), tokens_first(out, num_heads), lse.reshape(q.shape[:2]))
     return out, lse
 
@@ -191,10 +192,6 @@ def _halves(nchw, num_heads):
 def _float64(array):
     """The array in float64: bfloat16 must leave its dtype before any arithmetic."""
     return array.astype(np.float64)
-
-
-def _lse_dtype(dtype):
-    return np.float64 if dtype == np.float64 else np.float32
 
 
 def _scale(scale, key_dim) -> float:

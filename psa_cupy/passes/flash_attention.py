@@ -14,6 +14,7 @@ import numpy as np
 
 from psa_cupy import reference
 from psa_cupy.arguments import (
+    lse_dtype,
     require_disjoint,
     require_dtype,
     require_ndim,
@@ -211,7 +212,7 @@ class FlashProblem:
     @property
     def real(self) -> np.dtype:
         """What sums, lse and the scale are held in: float32, float64 for float64."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return lse_dtype(self.dtype)
 
 
 def run_forward(where, problem: FlashProblem, q, k, v, o, lse) -> None:

@@ -7,21 +7,12 @@ addresses, overlap) and launches.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from psa_cupy import reference
-from psa_cupy.arguments import (
-    cupy_if_imported,
-    require_disjoint,
-    require_dtype,
-    require_shape,
-    require_target,
-    softmax_scale,
-)
+from psa_cupy.arguments import cupy_if_imported
 from psa_cupy.geometry import PSAGeometry
-from psa_cupy.launching import place
 from psa_cupy.passes import (
     flash_attention,
     psa_backward as portable_backward,
@@ -30,7 +21,8 @@ from psa_cupy.passes import (
     psa_forward_float as portable_forward_float,
     psa_forward_hopper as hopper_forward,
 )
-from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always
+from psa_cupy.passes.checks import check_backward, check_forward, specification
+from psa_cupy.passes.descriptor import Pass, Variant, always
 
 
 class PSAForward(NamedTuple):
@@ -171,31 +163,20 @@ def backward_with(
     return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, variant=variant)
 
 
-def lse_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of lse: float32, float64 for float64."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
 def _forward(qkv, num_heads, key_dim, scale, out, lse, variant=None, prepare_as=None) -> PSAForward:
-    name = "psa_forward"
-    where = place(name, qkv=qkv, out=out, lse=lse)
-    dtype = require_dtype(name, "qkv", qkv)
-    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
-    softmax = softmax_scale(name, scale, geometry.key_dim)
-    require_target(name, "out", out, geometry.out_shape, dtype)
-    require_target(name, "lse", lse, geometry.lse_shape, lse_dtype(dtype))
-    require_disjoint(name, {"out": out, "lse": lse}, {"qkv": qkv})
+    where, problem = check_forward("psa_forward", qkv, num_heads, key_dim, scale, out, lse)
+    geometry, expected = problem.geometry, specification(problem.geometry, problem.dtype)
 
     if where.is_reference and variant is None:
-        results = reference.psa_forward(qkv, num_heads, key_dim=geometry.key_dim, scale=softmax)
+        results = reference.psa_forward(qkv, num_heads, key_dim=geometry.key_dim, scale=problem.scale)
         return PSAForward(*(_written(r, target) for r, target in zip(results, (out, lse), strict=True)))
 
-    out = where.empty(geometry.out_shape, dtype) if out is None else out
-    lse = where.empty(geometry.lse_shape, lse_dtype(dtype)) if lse is None else lse
+    out = where.empty(*expected["out"]) if out is None else out
+    lse = where.empty(*expected["lse"]) if lse is None else lse
     if geometry.is_empty:
         return PSAForward(out, lse)
     qkv = where.contiguous(qkv)
-    problem = PSAProblem(geometry, dtype, softmax, aligned=where.aligned(qkv, out, lse))
+    problem = replace(problem, aligned=where.aligned(qkv, out, lse))
     plan = PSA.plan("forward", problem, where.device, variant)
     where.run(plan, {"qkv": qkv, "out": out, "lse": lse})
     if prepare_as is not None and problem.aligned:
@@ -203,8 +184,8 @@ def _forward(qkv, num_heads, key_dim, scale, out, lse, variant=None, prepare_as=
             prepare_as,
             where,
             plan,
-            inputs={"qkv": (geometry.qkv_shape, dtype)},
-            targets={"out": (geometry.out_shape, dtype), "lse": (geometry.lse_shape, lse_dtype(dtype))},
+            inputs={"qkv": expected["qkv"]},
+            targets={name: expected[name] for name in ("out", "lse")},
         )
     return PSAForward(out, lse)
 
@@ -212,45 +193,25 @@ def _forward(qkv, num_heads, key_dim, scale, out, lse, variant=None, prepare_as=
 def _backward(
     d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, variant=None, prepare_as=None
 ):
-    name = "psa_backward"
     inputs = {"d_out": d_out, "qkv": qkv, "out": out, "lse": lse, "d_v_branch": d_v_branch}
-    where = place(name, **inputs, d_qkv=d_qkv)
-    dtype = require_dtype(name, "qkv", qkv)
-    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
-    softmax = softmax_scale(name, scale, geometry.key_dim)
-    specification = {
-        "d_out": (geometry.out_shape, dtype),
-        "qkv": (geometry.qkv_shape, dtype),
-        "out": (geometry.out_shape, dtype),
-        "lse": (geometry.lse_shape, lse_dtype(dtype)),
-        "d_v_branch": (geometry.out_shape, dtype),
-    }
-    if d_v_branch is None:
-        del inputs["d_v_branch"]
-    for input_name, array in inputs.items():
-        require_dtype(name, input_name, array, specification[input_name][1])
-        require_shape(name, input_name, array, specification[input_name][0])
-    require_target(name, "d_qkv", d_qkv, geometry.qkv_shape, dtype)
-    require_disjoint(name, {"d_qkv": d_qkv}, inputs)
+    where, problem, inputs = check_backward("psa_backward", inputs, num_heads, key_dim, scale, d_qkv)
+    geometry, expected = problem.geometry, specification(problem.geometry, problem.dtype)
 
     if where.is_reference and variant is None:
         return reference.psa_backward(
             *(d_out, qkv, out, lse, num_heads),
             key_dim=geometry.key_dim,
-            scale=softmax,
+            scale=problem.scale,
             d_v_branch=d_v_branch,
             d_qkv=d_qkv,
         )
 
-    accumulate = d_qkv is not None
-    d_qkv = d_qkv if accumulate else where.empty(geometry.qkv_shape, dtype)
+    d_qkv = d_qkv if problem.accumulate else where.empty(*expected["d_qkv"])
     if geometry.is_empty:
         return d_qkv
-    operands = {input_name: where.contiguous(array) for input_name, array in inputs.items()}
+    operands = {name: where.contiguous(array) for name, array in inputs.items()}
     operands["d_qkv"] = d_qkv
-    problem = PSAProblem(
-        geometry, dtype, softmax, where.aligned(*operands.values()), accumulate, d_v_branch is not None
-    )
+    problem = replace(problem, aligned=where.aligned(*operands.values()))
     plan = PSA.plan("backward", problem, where.device, variant)
     where.run(plan, operands)
     if prepare_as is not None and problem.aligned:
@@ -258,8 +219,8 @@ def _backward(
             prepare_as,
             where,
             plan,
-            inputs={input_name: specification[input_name] for input_name in inputs},
-            targets={"d_qkv": specification["qkv"]},
+            inputs={name: expected[name] for name in inputs},
+            targets={"d_qkv": expected["d_qkv"]},
         )
     return d_qkv
 

@@ -17,16 +17,15 @@ from dataclasses import replace
 import numpy as np
 
 from psa_cupy import reference
-from psa_cupy.arguments import require_disjoint, require_dtype, require_shape, require_target, softmax_scale
 from psa_cupy.geometry import PSAGeometry
-from psa_cupy.launching import place
 from psa_cupy.launching.plan import Device, Operand, Plan, Scratch
+from psa_cupy.passes.checks import check_backward, check_forward, specification
 from psa_cupy.passes.descriptor import PSAProblem
 from psa_cupy.passes.extract_v import EXTRACT_V
 from psa_cupy.passes.flash_attention import FLASH_ATTENTION, FlashProblem
 from psa_cupy.passes.merge_attn import MERGE_ATTN
 from psa_cupy.passes.pack_qkv import PACK_QKV
-from psa_cupy.passes.psa import PSAForward, lse_dtype
+from psa_cupy.passes.psa import PSAForward
 
 
 def psa_forward_staged(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None) -> PSAForward:
@@ -75,25 +74,19 @@ def psa_forward_staged(qkv, num_heads, *, key_dim=None, scale=None, out=None, ls
     True
 
     """
-    name = "psa_forward_staged"
-    where = place(name, qkv=qkv, out=out, lse=lse)
-    dtype = require_dtype(name, "qkv", qkv)
-    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
-    geometry.require_halves(name)
-    scale = softmax_scale(name, scale, geometry.key_dim)
-    require_target(name, "out", out, geometry.out_shape, dtype)
-    require_target(name, "lse", lse, geometry.lse_shape, lse_dtype(dtype))
-    require_disjoint(name, {"out": out, "lse": lse}, {"qkv": qkv})
-
-    out = where.empty(geometry.out_shape, dtype) if out is None else out
-    lse = where.empty(geometry.lse_shape, lse_dtype(dtype)) if lse is None else lse
+    where, problem = check_forward(
+        "psa_forward_staged", qkv, num_heads, key_dim, scale, out, lse, halves=True
+    )
+    geometry, expected = problem.geometry, specification(problem.geometry, problem.dtype)
+    out = where.empty(*expected["out"]) if out is None else out
+    lse = where.empty(*expected["lse"]) if lse is None else lse
     if geometry.is_empty:
         return PSAForward(out, lse)
     if where.is_reference:
-        _reference_forward(qkv, geometry, scale, out, lse)
+        _reference_forward(qkv, geometry, problem.scale, out, lse)
         return PSAForward(out, lse)
     qkv = where.contiguous(qkv)
-    problem = PSAProblem(geometry, dtype, scale, where.aligned(qkv, out, lse))
+    problem = replace(problem, aligned=where.aligned(qkv, out, lse))
     where.run(forward_plan(problem, where.device), {"qkv": qkv, "out": out, "lse": lse})
     return PSAForward(out, lse)
 
@@ -146,33 +139,19 @@ def psa_backward_staged(
     (1, 256, 5, 5)
 
     """
-    name = "psa_backward_staged"
     inputs = {"d_out": d_out, "qkv": qkv, "out": out, "lse": lse, "d_v_branch": d_v_branch}
-    where = place(name, **inputs, d_qkv=d_qkv)
-    dtype = require_dtype(name, "qkv", qkv)
-    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
-    geometry.require_halves(name)
-    scale = softmax_scale(name, scale, geometry.key_dim)
-    if d_v_branch is None:
-        del inputs["d_v_branch"]
-    for input_name, array in inputs.items():
-        is_lse, is_qkv = input_name == "lse", input_name == "qkv"
-        require_dtype(name, input_name, array, lse_dtype(dtype) if is_lse else dtype)
-        shape = geometry.lse_shape if is_lse else geometry.qkv_shape if is_qkv else geometry.out_shape
-        require_shape(name, input_name, array, shape)
-    require_target(name, "d_qkv", d_qkv, geometry.qkv_shape, dtype)
-    require_disjoint(name, {"d_qkv": d_qkv}, inputs)
-
-    accumulate = d_qkv is not None
+    where, problem, inputs = check_backward(
+        "psa_backward_staged", inputs, num_heads, key_dim, scale, d_qkv, halves=True
+    )
+    geometry = problem.geometry
     if where.is_reference:
-        return _reference_backward(d_out, qkv, out, lse, geometry, scale, d_v_branch, d_qkv)
-    d_qkv = d_qkv if accumulate else where.empty(geometry.qkv_shape, dtype)
+        return _reference_backward(d_out, qkv, out, lse, geometry, problem.scale, d_v_branch, d_qkv)
+    d_qkv = d_qkv if problem.accumulate else where.empty(geometry.qkv_shape, problem.dtype)
     if geometry.is_empty:
         return d_qkv
-    operands = {input_name: where.contiguous(array) for input_name, array in inputs.items()}
+    operands = {name: where.contiguous(array) for name, array in inputs.items()}
     operands["d_qkv"] = d_qkv
-    aligned = where.aligned(*operands.values())
-    problem = PSAProblem(geometry, dtype, scale, aligned, accumulate, branch=d_v_branch is not None)
+    problem = replace(problem, aligned=where.aligned(*operands.values()))
     where.run(backward_plan(problem, where.device), operands)
     return d_qkv
 

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 
 from psa_cupy import testing
+from psa_cupy.arguments import lse_dtype
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.launching import cpu
 from psa_cupy.passes import psa_forward as portable
 from psa_cupy.passes.descriptor import PSAProblem
-from psa_cupy.passes.psa import forward_with, lse_dtype
+from psa_cupy.passes.psa import forward_with
 
 from .. import strategies
 from ..executors import executors
