@@ -15,6 +15,16 @@ MAX_KEY_DIM = 128
 MAX_VALUE_DIM = 256
 
 
+def ceil_divide(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)
+
+
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `value`."""
+    return ceil_divide(value, unit) * unit
+
+
 @dataclass(frozen=True)
 class PSAGeometry:
     """The sizes of one call. B, H or W may be zero; dims are at least 1."""

@@ -22,7 +22,7 @@ from psa_cupy.arguments import (
     require_target,
     softmax_scale,
 )
-from psa_cupy.geometry import MAX_KEY_DIM, MAX_VALUE_DIM
+from psa_cupy.geometry import MAX_KEY_DIM, MAX_VALUE_DIM, ceil_divide, round_up
 from psa_cupy.launching import place
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch
 from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always
@@ -305,7 +305,7 @@ _BACKWARD = {
 
 
 def _padded(channels: int) -> int:
-    return -(-channels // 8) * 8
+    return round_up(channels, 8)
 
 
 def _forward_shared(problem: FlashProblem, tile: _Tile) -> int:
@@ -340,7 +340,8 @@ def _choose_tile(problem: FlashProblem, device: Device, shared, registers, most_
         if registers(problem, tile) <= most_registers and shared(problem, tile) <= limit
     ]
     for tile in fitting:
-        if tile.rows <= 2 or problem.bh * -(-problem.queries // tile.block_rows) >= device.multiprocessors:
+        blocks, _, _ = _blocks(problem, problem.queries, tile)
+        if tile.rows <= 2 or blocks >= device.multiprocessors:
             return tile
     return fitting[0]
 
@@ -370,7 +371,7 @@ def _sizes(problem: FlashProblem, layout: _Layout) -> tuple[np.generic, ...]:
 
 
 def _blocks(problem: FlashProblem, tokens: int, tile: _Tile) -> tuple[int, int, int]:
-    return (problem.bh * -(-tokens // tile.block_rows), 1, 1)
+    return (problem.bh * ceil_divide(tokens, tile.block_rows), 1, 1)
 
 
 def _forward_plan(

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from psa_cupy.arguments import require_integer, require_ndim
-from psa_cupy.geometry import MAX_KEY_DIM, PSAGeometry
+from psa_cupy.geometry import MAX_KEY_DIM, PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand
 from psa_cupy.passes.descriptor import PSAProblem
 
@@ -145,12 +145,7 @@ def even_parts(items: int, per_item: int, most: int) -> tuple[int, int]:
 
 def threads_for(items: int, unroll: int) -> int:
     """Threads of a block, whole warps, that take `items` in `unroll` rounds."""
-    return ceil_divide(ceil_divide(items, unroll), 32) * 32
-
-
-def ceil_divide(a: int, b: int) -> int:
-    """The quotient, rounded up."""
-    return -(-a // b)
+    return round_up(ceil_divide(items, unroll), 32)
 
 
 def geometry_of_heads(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from psa_cupy.geometry import PSAGeometry
+from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch, TensorMap
 from psa_cupy.passes.descriptor import PSAProblem
 
@@ -73,11 +73,11 @@ def choose_layout(problem: PSAProblem) -> Layout | None:
     974. key_dim 64 and value_dim 128: one block of two 58.8, 171, 621 and 219 (not run at 6400).
     """
     geometry = problem.geometry
-    columns = _round_up(geometry.key_dim, 8), _round_up(geometry.value_dim, 8)
+    columns = round_up(geometry.key_dim, 8), round_up(geometry.value_dim, 8)
     if max(columns) > _MAX_COLUMNS:
         return None
     registers = 32 + sum(columns) // 2 + 16 + 30
-    with_keys = registers + (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16)) // 4
+    with_keys = registers + (round_up(geometry.key_dim, 16) + round_up(geometry.value_dim, 16)) // 4
     with_keys += 4 * problem.branch
     if registers <= 126:
         return TWO_BLOCKS
@@ -94,12 +94,12 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
     if geometry.is_empty:
         return Plan()
     layout = choose_layout(problem)
-    boxes = -(-geometry.tokens // _TILE)
+    boxes = ceil_divide(geometry.tokens, _TILE)
     stages = _stages_that_fit(geometry, device, layout)
     resident = boxes <= stages
     stages = boxes if resident else min(stages, _MAX_RING)
     tiles_per_block = _tiles_per_block(boxes, geometry.bh, device, layout) if resident else layout.warpgroups
-    blocks_per_head = -(-boxes // tiles_per_block)
+    blocks_per_head = ceil_divide(boxes, tiles_per_block)
     slots = device.multiprocessors * layout.blocks_per_multiprocessor
     heads_per_wave = min(geometry.bh, max(1, slots // (2 * blocks_per_head)))
 
@@ -183,7 +183,7 @@ def _tensor_maps(geometry: PSAGeometry) -> tuple[TensorMap, ...]:
             offset=first_channel * tokens,
             dims=(tokens, channels, geometry.bh),
             strides=(tokens, channels_per_head * tokens),
-            box=(_TILE, _round_up(channels, 16), 1),
+            box=(_TILE, round_up(channels, 16), 1),
         )
 
     key_dim, value_dim, head = geometry.key_dim, geometry.value_dim, geometry.head_channels
@@ -198,9 +198,9 @@ def _tensor_maps(geometry: PSAGeometry) -> tuple[TensorMap, ...]:
 def _tiles_per_block(tiles: int, heads: int, device: Device, layout: Layout) -> int:
     """Few enough that blocks fill the device, and as many as that allows: each block loads the whole head."""
     slots = device.multiprocessors * layout.blocks_per_multiprocessor
-    most_blocks = -(-tiles // layout.warpgroups)
+    most_blocks = ceil_divide(tiles, layout.warpgroups)
     blocks = min(most_blocks, max(1, slots // (2 * heads)))
-    return -(-tiles // blocks)
+    return ceil_divide(tiles, blocks)
 
 
 def _stages_that_fit(geometry: PSAGeometry, device: Device, layout: Layout) -> int:
@@ -212,10 +212,6 @@ def _stages_that_fit(geometry: PSAGeometry, device: Device, layout: Layout) -> i
 
 def _shared_bytes(geometry: PSAGeometry, layout: Layout, stages: int) -> int:
     """The kernel's shared memory: boxes of tiles and stages, 64 pairs of floats a stage, barriers."""
-    box = 128 * (_round_up(geometry.key_dim, 16) + _round_up(geometry.value_dim, 16))
+    box = 128 * (round_up(geometry.key_dim, 16) + round_up(geometry.value_dim, 16))
     barriers = 8 * (2 * stages + layout.warpgroups)
     return (layout.warpgroups + stages) * box + stages * _TILE * 8 + barriers
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from psa_cupy.geometry import PSAGeometry
+from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan
 from psa_cupy.passes.descriptor import PSAProblem
 
@@ -72,7 +72,7 @@ def _resident(problem: PSAProblem, device: Device) -> tuple[Tile, int] | None:
     geometry = problem.geometry
     few_channels = _has_few_channels(geometry)
     blocks = 2 if few_channels else 1
-    tiles = -(-geometry.tokens // 16)
+    tiles = ceil_divide(geometry.tokens, 16)
     splits = max(1, min(tiles // 4, blocks * device.multiprocessors // geometry.bh))
     most = 8 if _has_many_channels(geometry) else 13
     # few values, so that few kernels serve all numbers of tokens
@@ -102,7 +102,7 @@ def _streaming(geometry: PSAGeometry, device: Device) -> tuple[Tile, int]:
     tiles = [Tile(w, q, c, ahead, False, blocks) for w, q, c, ahead, blocks in shapes]
     smallest = Tile(4, query_tiles=1, chunk=16, lookahead=2, resident=False, min_blocks=1)
     tile = next((t for t in tiles if _holds(device, t, geometry)), smallest)
-    return tile, -(-geometry.tokens // tile.queries)
+    return tile, ceil_divide(geometry.tokens, tile.queries)
 
 
 def _has_few_channels(geometry: PSAGeometry) -> bool:
@@ -161,8 +161,8 @@ def _width(problem: PSAProblem) -> int:
 
 def shared_bytes(tile: Tile, geometry: PSAGeometry) -> int:
     """The slots of K and V, and each warp's tile of Q, in rows padded by 8 tokens."""
-    key_rows, value_rows = (-(-dim // 16) * 16 for dim in (geometry.key_dim, geometry.value_dim))
-    slots = -(-geometry.tokens // tile.chunk) if tile.resident else tile.lookahead + 1
+    key_rows, value_rows = (round_up(dim, 16) for dim in (geometry.key_dim, geometry.value_dim))
+    slots = ceil_divide(geometry.tokens, tile.chunk) if tile.resident else tile.lookahead + 1
     slot = (key_rows + value_rows) * (tile.chunk + 8)
     queries = tile.warps * key_rows * (16 * tile.query_tiles + 8)
     return 2 * (slots * slot + queries)

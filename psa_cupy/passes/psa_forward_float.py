@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psa_cupy.geometry import PSAGeometry
+from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan
 from psa_cupy.passes.descriptor import PSAProblem
 
@@ -112,20 +112,20 @@ def plan_with(tile: Tile, problem: PSAProblem) -> Plan:
 def shared_bytes(tile: Tile, geometry: PSAGeometry, dtype: np.dtype) -> int:
     """Two slots of K and V, for float32 in three and two parts of 16 bits, and the chunk on its way."""
     if dtype == np.float64:
-        key_rows = _round_up(geometry.key_dim, 4)
+        key_rows = round_up(geometry.key_dim, 4)
         return 2 * 8 * (key_rows * (tile.chunk + 4) + tile.value_part * (tile.chunk + 8))
-    key_rows, value_rows = _round_up(geometry.key_dim, 16), tile.value_part
+    key_rows, value_rows = round_up(geometry.key_dim, 16), tile.value_part
     slot = 2 * (3 * key_rows + 2 * value_rows) * (tile.chunk + 8) + 4 * value_rows
     return 2 * slot + 4 * (key_rows + value_rows) * tile.chunk
 
 
 def _splits(tile: Tile, geometry: PSAGeometry) -> int:
     """Blocks that share the queries of one head."""
-    return -(-geometry.tokens // tile.queries)
+    return ceil_divide(geometry.tokens, tile.queries)
 
 
 def _grid(tile: Tile, geometry: PSAGeometry) -> int:
-    return geometry.bh * -(-geometry.value_dim // tile.value_part) * _splits(tile, geometry)
+    return geometry.bh * ceil_divide(geometry.value_dim, tile.value_part) * _splits(tile, geometry)
 
 
 def _fits(problem: PSAProblem, device: Device, tile: Tile) -> bool:
@@ -142,18 +142,14 @@ def _value_part(problem: PSAProblem) -> int:
     unit = 16 if problem.dtype == np.float32 else 8
     value_dim = problem.geometry.value_dim
     parts = 1
-    while _registers(problem, 1, _round_up(-(-value_dim // parts), unit)) > _MAX_REGISTERS:
+    while _registers(problem, 1, round_up(ceil_divide(value_dim, parts), unit)) > _MAX_REGISTERS:
         parts += 1
-    return _round_up(-(-value_dim // parts), unit)
+    return round_up(ceil_divide(value_dim, parts), unit)
 
 
 def _registers(problem: PSAProblem, query_tiles: int, value_part: int) -> int:
     """An estimate for a thread: Q and sums of its tiles, and what a group of keys needs."""
     key_dim = problem.geometry.key_dim
     if problem.dtype == np.float64:
-        return query_tiles * (4 * -(-key_dim // 4) + value_part + 32) + 30
-    return query_tiles * (12 * -(-key_dim // 16) + value_part // 2 + 32) + 62
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+        return query_tiles * (round_up(key_dim, 4) + value_part + 32) + 30
+    return query_tiles * (12 * ceil_divide(key_dim, 16) + value_part // 2 + 32) + 62
