@@ -10,46 +10,23 @@ from psa_cupy.geometry import PSAGeometry
 from psa_cupy.launching import cpu
 from psa_cupy.passes import psa_forward_float as portable
 from psa_cupy.passes.descriptor import PSAProblem
-from psa_cupy.passes.psa import PSA, forward_with
+from psa_cupy.passes.psa import PSA
 
 from .. import strategies
 from ..executors import executors
 from ..launching import nvrtc
 from ..pairwise import pairwise
-from ..strategies import IMAGES, Problem
+from ..strategies import Problem
+from . import forward_cases
+from .forward_cases import assert_within_bounds, forward
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 DTYPES = (F32, F64)
 BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def problem_of(tokens, dims=(32, 64), dtype=F32, *, heads=2, **more) -> Problem:
-    image = IMAGES.get(tokens, (1, tokens))
-    return Problem(1, heads, *dims, *image, dtype, **more)
-
-
-def forward(executor, problem, *, qkv=None, scale=None, offset=0):
-    """`out` and `lse` by the portable kernel into poisoned, guarded arrays, in NumPy."""
-    g = problem.geometry
-    qkv = executor.array(problem.qkv() if qkv is None else qkv, offset=offset)
-    out = executor.empty(g.out_shape, problem.dtype, offset=offset)
-    lse = executor.empty(g.lse_shape, problem.dtype, offset=offset)
-    executor.run(
-        *(forward_with, "portable", qkv, problem.num_heads),
-        key_dim=problem.key_dim,
-        scale=scale,
-        out=out,
-        lse=lse,
-    )
-    return executor.to_numpy(out), executor.to_numpy(lse)
-
-
-def assert_within_bounds(problem, results, qkv=None, scale=None):
-    qkv = problem.qkv() if qkv is None else qkv
-    ratios = testing.psa_forward_ratios(
-        qkv, *results, problem.num_heads, key_dim=problem.key_dim, scale=scale
-    )
-    assert max(ratios.values()) <= 1, ratios
+def problem_of(tokens, dims=(32, 64), dtype=F32, **more) -> Problem:
+    return forward_cases.problem_of(tokens, dims, dtype, **more)
 
 
 def in_heads(problem, array):
