@@ -1,5 +1,4 @@
-// FlashAttention-2 backward (Dao 2023), plain: multiply-adds only, any GPU, any key_dim, value_dim and
-// length.
+// FlashAttention-2 backward (Dao 2023), plain: multiply-adds only, any GPU, any dims, any lengths.
 //
 // With P = exp(scale * Q K^T - lse), delta = rowsum(dO * O) and dS = P * (dO V^T - delta), for every head:
 //
@@ -17,11 +16,10 @@
 // Grid     BH * ceil(queries or keys / BLOCK_ROWS), 1-D: blocks of one head are neighbours
 // Block    32 * WARPS threads; see fma_tile.cuh
 // Shared   the block's two operands, one tile of the two others, the warps' weights, lse and delta
-//          (flash_attention.py: backward_shared)
+//          (flash_attention.py: _backward_shared)
 // Writes   each address of d_q and delta (first kernel) and of d_k and d_v (second) once, by the block that
-// owns
-//          its token: a plain store, or one atomic addition where the target is given (ACCUMULATE_*). The
-//          value is a finished sum, rounded once.
+//          owns its token: a plain store, or one atomic addition where the target is given (ACCUMULATE_*).
+//          The value is a finished sum, rounded once.
 //
 // Further constants: ACCUMULATE_Q, ACCUMULATE_K, ACCUMULATE_V; BRANCH: a second gradient of V, d_v_branch,
 // laid out and strided as o, is added to d_v before it is rounded.

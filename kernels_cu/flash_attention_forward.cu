@@ -2,13 +2,12 @@
 //
 //   o = softmax(scale * Q K^T) V and lse = log of the sum of exp(scale * Q K^T), for every head
 //
-// Layout   q (BH, queries, KEY_DIM), k (BH, keys, KEY_DIM), v (BH, keys, VALUE_DIM), o (BH, queries,
-// VALUE_DIM):
-//          packed, or with channels outside tokens (CHANNEL_MAJOR: inside an NCHW array); heads *_stride
-//          elements apart. lse (BH, queries), packed.
+// Layout   q (BH, queries, KEY_DIM), k (BH, keys, KEY_DIM), v (BH, keys, VALUE_DIM),
+//          o (BH, queries, VALUE_DIM): packed, or with channels outside tokens (CHANNEL_MAJOR: inside an NCHW
+//          array); heads *_stride elements apart. lse (BH, queries), packed.
 // Grid     BH * ceil(queries / BLOCK_ROWS), 1-D: blocks of one head are neighbours, since they share K and V
 // Block    32 * WARPS threads; see fma_tile.cuh
-// Shared   Q of the block, one tile of K and of V, the warps' weights (flash_attention.py: forward_shared)
+// Shared   Q of the block, one tile of K and of V, the warps' weights (flash_attention.py: _forward_shared)
 // Writes   each address of o and lse once, by the block that owns its query: repeatable
 #include "fma_tile.cuh"
 

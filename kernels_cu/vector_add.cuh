@@ -1,7 +1,7 @@
 // Atomic additions of 8 or 16 bytes at once (sm_90 and later), each element rounded once.
 //
-// With tensor_core.cuh and tensor_core_hopper.cuh the only place for PTX. The host asks for accesses as wide as
-// this only where the GPU has the instruction; the CPU execution, an sm_80, never gets here.
+// With tensor_core.cuh and tensor_core_hopper.cuh the only place for PTX. The host asks for accesses as wide
+// as this only where the GPU has the instruction; the CPU execution, an sm_80, never gets here.
 #pragma once
 
 #ifndef CUDA_ON_CPU
@@ -18,19 +18,21 @@ __device__ __forceinline__ void atomic_add_words(float* address, const Words<2>&
                  : "memory");
 }
 __device__ __forceinline__ void atomic_add_words(__half* address, const Words<2>& words) {
-    asm volatile("red.global.add.noftz.v2.f16x2 [%0], {%1, %2};" ::"l"(address), "r"(words.at[0]), "r"(words.at[1])
+    asm volatile("red.global.add.noftz.v2.f16x2 [%0], {%1, %2};" ::"l"(address), "r"(words.at[0]),
+                 "r"(words.at[1])
                  : "memory");
 }
 __device__ __forceinline__ void atomic_add_words(__nv_bfloat16* address, const Words<2>& words) {
-    asm volatile("red.global.add.noftz.v2.bf16x2 [%0], {%1, %2};" ::"l"(address), "r"(words.at[0]), "r"(words.at[1])
+    asm volatile("red.global.add.noftz.v2.bf16x2 [%0], {%1, %2};" ::"l"(address), "r"(words.at[0]),
+                 "r"(words.at[1])
                  : "memory");
 }
 
 // Four of them.
 __device__ __forceinline__ void atomic_add_words(float* address, const Words<4>& words) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(__uint_as_float(words.at[0])),
-                 "f"(__uint_as_float(words.at[1])), "f"(__uint_as_float(words.at[2])),
-                 "f"(__uint_as_float(words.at[3]))
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+                 "f"(__uint_as_float(words.at[0])), "f"(__uint_as_float(words.at[1])),
+                 "f"(__uint_as_float(words.at[2])), "f"(__uint_as_float(words.at[3]))
                  : "memory");
 }
 __device__ __forceinline__ void atomic_add_words(__half* address, const Words<4>& words) {
