@@ -48,7 +48,7 @@ class Variable:
     Raises
     ------
     TypeError
-        If data is no array, or its dtype is not supported.
+        If data is no array, or its dtype is not supported, or requires_grad is no bool.
 
     Examples
     --------
@@ -64,8 +64,12 @@ class Variable:
     def __init__(self, data, requires_grad: bool = True):
         require_arrays("Variable", {"data": data})
         require_dtype("Variable", "data", data)
+        if not isinstance(requires_grad, (bool, np.bool_)):
+            raise TypeError(
+                f"Variable: requires_grad is a {type(requires_grad).__name__}, expected True or False"
+            )
         self.data = data
-        self.requires_grad = requires_grad
+        self.requires_grad = bool(requires_grad)
         self._gradient = _Gradient(data)
         self._node: _Node | None = None
 
@@ -226,6 +230,8 @@ class Tape:
         return self
 
     def __exit__(self, *exception) -> None:
+        if not self._tokens:
+            raise RuntimeError("Tape.__exit__: the tape is not recording, expected __enter__ before it")
         _active_tape.reset(self._tokens.pop())
 
     def variable(self, data, requires_grad: bool = True) -> Variable:

@@ -334,6 +334,15 @@ def test_what_is_no_variable(data, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_requires_grad_is_true_or_false(wrong):
+    kind = type(wrong).__name__
+    for make in (Variable, Tape().variable):
+        with pytest.raises(TypeError, match=f"^Variable: requires_grad is a {kind}, expected True or False$"):
+            make(np.ones(1), requires_grad=wrong)
+    assert Variable(np.ones(1), requires_grad=np.False_).requires_grad is False
+
+
 @pytest.mark.parametrize(
     "error, d_y, message",
     [
@@ -506,6 +515,15 @@ def test_a_tape_may_record_in_several_blocks(xp):
         z = times(y, 3)
     tape.backward(z)
     assert to_numpy(x.grad).tolist() == [6.0]
+
+
+def test_leaving_a_tape_that_was_not_entered_raises():
+    used = Tape()
+    with used:
+        pass
+    for tape in (Tape(), used):
+        with pytest.raises(RuntimeError, match=r"^Tape.__exit__: the tape is not recording, expected"):
+            tape.__exit__(None, None, None)
 
 
 def test_the_inner_of_two_tapes_records(xp):
