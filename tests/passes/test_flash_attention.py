@@ -8,8 +8,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from psa_cupy import launching, testing
 from psa_cupy.launching.cpu import DEVICE
