@@ -8,7 +8,8 @@ import pytest
 
 import psa_cupy
 from psa_cupy.geometry import PSAGeometry
-from psa_cupy.passes.psa import PSA, PSAProblem, backward_with, forward_with
+from psa_cupy.passes.descriptor import PSAProblem
+from psa_cupy.passes.psa import PSA, backward_with, forward_with
 
 pytestmark = pytest.mark.gpu
 
