@@ -25,8 +25,6 @@ class Kernel:
     file: str
     entry: str
     constants: tuple[tuple[str, object], ...] = ()
-    min_capability: tuple[int, int] = (7, 5)
-    """The least compute capability whose instructions the text uses."""
     arch: str | None = None
     """Set when the text is for one architecture only ("sm_90a"): such a kernel has a portable twin."""
 

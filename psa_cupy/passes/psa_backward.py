@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psa_cupy.geometry import PSAGeometry
+from psa_cupy.arguments import lse_dtype
+from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch
 from psa_cupy.passes.descriptor import PSAProblem
 
@@ -25,8 +26,6 @@ _ROWS_UNIT = 32
 """The pairs of a head come in these (the kernel's ROWS_UNIT): the larger of the two tiles."""
 _MAX_REGISTERS = 255
 """Of a thread."""
-_RESERVED_SHARED_BYTES = 1024
-"""What CUDA takes of a multiprocessor's shared memory for each block."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
 
 def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
     """The tile of the key or the query tasks: the first that fits, best first; None if none does."""
-    whole = _round_up(problem.geometry.tokens, _STEP)
+    whole = round_up(problem.geometry.tokens, _STEP)
     candidates = []
     for held in (True, False):
         candidates += [Tile(w, blocks, whole, 1, True, held, tokens) for w, blocks, tokens in _RESIDENT[keys]]
@@ -107,8 +106,8 @@ def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
 def plan_with_tiles(problem: PSAProblem, device: Device, key_tile: Tile, query_tile: Tile) -> Plan:
     """`plan` with tiles of the caller's choice: tests and benchmarks compare them."""
     geometry = problem.geometry
-    accumulator = _accumulator(problem)
-    rows = Scratch("rows", (geometry.bh, _round_up(geometry.tokens, _ROWS_UNIT), 2), accumulator)
+    accumulator = lse_dtype(problem.dtype)
+    rows = Scratch("rows", (geometry.bh, round_up(geometry.tokens, _ROWS_UNIT), 2), accumulator)
     launches = (
         _launch(problem, device, rows, query_tile, keys=False),
         _launch(problem, device, rows, key_tile, keys=True),
@@ -118,10 +117,10 @@ def plan_with_tiles(problem: PSAProblem, device: Device, key_tile: Tile, query_t
 
 def _launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys: bool) -> Launch:
     geometry = problem.geometry
-    tiles = -(-geometry.tokens // tile.tokens)
+    tiles = ceil_divide(geometry.tokens, tile.tokens)
     tiles_per_block = _tiles_per_block(tiles, geometry.bh, device, tile) if tile.resident else tile.warps
-    blocks_per_head = -(-tiles // tiles_per_block)
-    real = _accumulator(problem).type
+    blocks_per_head = ceil_divide(tiles, tiles_per_block)
+    real = lse_dtype(problem.dtype).type
     scale = problem.scale
     # The softmax of one score is 1, exactly: the kernel is told a score of 0 (and the rows, an lse of 0).
     scale_log2 = scale * math.log2(math.e) if geometry.tokens > 1 else 0.0
@@ -167,7 +166,7 @@ def _constants(problem: PSAProblem, tile: Tile, keys: bool) -> tuple:
 
 
 def _kernel(entry: str, constants: tuple) -> Kernel:
-    return Kernel(_FILE, entry, constants, min_capability=(8, 0))
+    return Kernel(_FILE, entry, constants)
 
 
 def _copy_bytes(problem: PSAProblem) -> int:
@@ -180,15 +179,11 @@ def _copy_bytes(problem: PSAProblem) -> int:
     )
 
 
-def _accumulator(problem: PSAProblem) -> np.dtype:
-    return np.dtype(np.float64 if problem.dtype == np.float64 else np.float32)
-
-
 def _tiles_per_block(tiles: int, heads: int, device: Device, tile: Tile) -> int:
     """Few enough that blocks fill the device, and as many as that allows: each block loads the whole head."""
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
-    blocks = min(-(-tiles // tile.warps), max(1, slots // heads))
-    return -(-tiles // blocks)
+    blocks = min(ceil_divide(tiles, tile.warps), max(1, slots // heads))
+    return ceil_divide(tiles, blocks)
 
 
 def _wide_tiles_pay(problem: PSAProblem, device: Device) -> bool:
@@ -197,7 +192,7 @@ def _wide_tiles_pay(problem: PSAProblem, device: Device) -> bool:
     Copies of single elements and additions to d_qkv would make such tiles spill.
     """
     geometry = problem.geometry
-    tiles = geometry.bh * -(-geometry.tokens // 32)
+    tiles = geometry.bh * ceil_divide(geometry.tokens, 32)
     simple = _copy_bytes(problem) > 2 and not problem.accumulate
     return problem.dtype.itemsize == 2 and simple and tiles >= 4 * device.multiprocessors
 
@@ -208,7 +203,9 @@ def _registers(problem: PSAProblem, tile: Tile, keys: bool) -> int:
     itemsize = problem.dtype.itemsize
     words = 2 if itemsize == 8 else 1
     # In 32-bit words a thread holds of 16 tokens x 16 channels: 4 of 16-bit types; float32 in two parts.
-    held = {2: 4, 4: 16, 8: 16}[itemsize] * (-(-geometry.key_dim // 16) + -(-geometry.value_dim // 16))
+    held = {2: 4, 4: 16, 8: 16}[itemsize] * (
+        ceil_divide(geometry.key_dim, 16) + ceil_divide(geometry.value_dim, 16)
+    )
     halves = tile.tokens // 16
     of_tile = _sum_registers(problem, keys) + (held if tile.stationary_in_registers else 0) + 16 * words
     passing = 8 + 8 * halves if itemsize == 2 and not tile.resident else 0
@@ -219,32 +216,27 @@ def _registers(problem: PSAProblem, tile: Tile, keys: bool) -> int:
 def _sum_registers(problem: PSAProblem, keys: bool) -> int:
     """Registers of a thread for the gradients of 16 tokens."""
     words = 2 if problem.dtype.itemsize == 8 else 1
-    key_columns, value_columns = -(-problem.geometry.key_dim // 8), -(-problem.geometry.value_dim // 8)
+    geometry = problem.geometry
+    key_columns, value_columns = ceil_divide(geometry.key_dim, 8), ceil_divide(geometry.value_dim, 8)
     return 4 * words * (key_columns + (value_columns if keys else 0))
 
 
 def _registers_there_are(tile: Tile) -> int:
     """Registers a thread may have: a quarter of a multiprocessor has 16384, handed out by eights."""
-    warps_of_a_quarter = -(-tile.warps * tile.blocks_per_multiprocessor // 4)
+    warps_of_a_quarter = ceil_divide(tile.warps * tile.blocks_per_multiprocessor, 4)
     return min(_MAX_REGISTERS, 16384 // (32 * warps_of_a_quarter) // 8 * 8)
 
 
 def _fits(problem: PSAProblem, device: Device, tile: Tile, keys: bool) -> bool:
-    whole = device.shared_bytes + _RESERVED_SHARED_BYTES
-    room = whole // tile.blocks_per_multiprocessor - _RESERVED_SHARED_BYTES
-    return _shared_bytes(problem, tile, keys) <= room
+    return _shared_bytes(problem, tile, keys) <= device.shared_bytes_of_each(tile.blocks_per_multiprocessor)
 
 
 def _shared_bytes(problem: PSAProblem, tile: Tile, keys: bool) -> int:
     """The kernel's shared memory: chunks of moving tokens, their rows' pairs, a stationary tile per warp."""
     itemsize = problem.dtype.itemsize
     unit = 16 if itemsize == 2 else 8
-    channels = _round_up(problem.geometry.key_dim, unit) + _round_up(problem.geometry.value_dim, unit)
+    channels = round_up(problem.geometry.key_dim, unit) + round_up(problem.geometry.value_dim, unit)
     pitch = tile.chunk + (8 if itemsize < 8 else 4 if tile.chunk > _STEP else 0)
     tile_pitch = tile.tokens + (8 if tile.tokens > 16 else 0)
-    pairs = 2 * _accumulator(problem).itemsize * tile.stages * tile.chunk if keys else 0
+    pairs = 2 * lse_dtype(problem.dtype).itemsize * tile.stages * tile.chunk if keys else 0
     return channels * itemsize * (tile.stages * pitch + tile.warps * tile_pitch) + pairs
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

@@ -170,7 +170,7 @@ def _factors(scale: float) -> tuple[np.float32, tuple[np.float32, np.float32]]:
 
 
 def _kernel(entry: str, constants: tuple) -> Kernel:
-    return Kernel(_FILE, entry, constants, min_capability=(9, 0), arch="sm_90a")
+    return Kernel(_FILE, entry, constants, arch="sm_90a")
 
 
 def _tensor_maps(geometry: PSAGeometry) -> tuple[TensorMap, ...]:

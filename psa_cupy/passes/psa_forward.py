@@ -133,7 +133,6 @@ def plan_with(tile: Tile, splits: int, problem: PSAProblem) -> Plan:
             *tile.constants(),
             ("WIDTH", _width(problem)),
         ),
-        min_capability=(8, 0),
     )
     launch = Launch(
         kernel,

@@ -90,7 +90,6 @@ def plan_with(tile: Tile, problem: PSAProblem) -> Plan:
             *tile.constants(),
             ("WIDTH", math.gcd(widest, geometry.tokens) if problem.aligned else 1),
         ),
-        min_capability=(8, 0),
     )
     launch = Launch(
         kernel,

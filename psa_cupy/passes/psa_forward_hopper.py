@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from psa_cupy.geometry import PSAGeometry
+from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, TensorMap
 from psa_cupy.passes.descriptor import PSAProblem
 
@@ -20,8 +20,6 @@ NAME = "hopper"
 _DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 _MAX_KEY_DIM, _MAX_VALUE_DIM = 64, 128
 _BOX_TOKENS, _ROW_BYTES = 64, 128
-_BLOCK_RESERVE = 1024
-"""Shared memory that the system takes of a multiprocessor for each block, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,8 @@ def choose_tuning(geometry: PSAGeometry, device: Device) -> Tuning:
 
 
 def _fits(tuning: Tuning, geometry: PSAGeometry, device: Device) -> bool:
-    """Whether so many blocks fit a multiprocessor: it has what one block may use, and one reserve."""
-    block_bytes = _shared_bytes(tuning, geometry) + _BLOCK_RESERVE
-    return tuning.blocks_per_multiprocessor * block_bytes <= device.shared_bytes + _BLOCK_RESERVE
+    """Whether so many blocks fit a multiprocessor."""
+    return _shared_bytes(tuning, geometry) <= device.shared_bytes_of_each(tuning.blocks_per_multiprocessor)
 
 
 def _worth(tuning: Tuning) -> tuple[int, int, int]:
@@ -121,7 +118,6 @@ def plan_with(tuning: Tuning, problem: PSAProblem) -> Plan:
             ("JOINED_BOX", _joined_box(geometry)),
             *tuning.constants(),
         ),
-        min_capability=(9, 0),
         arch="sm_90a",
     )
     tiles = _tiles(geometry.tokens)
@@ -177,17 +173,17 @@ def _joined_box(geometry: PSAGeometry) -> bool:
 
 def _key_rows(geometry: PSAGeometry) -> int:
     """Channels of Q and K in shared memory: wgmma multiplies 16 at a time."""
-    return -(-geometry.key_dim // 16) * 16
+    return round_up(geometry.key_dim, 16)
 
 
 def _value_rows(geometry: PSAGeometry) -> int:
     """Channels of V in shared memory: wgmma makes results 8 at a time."""
-    return -(-geometry.value_dim // 8) * 8
+    return round_up(geometry.value_dim, 8)
 
 
 def _tiles(tokens: int) -> int:
     """Tiles of 64 queries, and boxes of 64 keys, of a head."""
-    return -(-tokens // _BOX_TOKENS)
+    return ceil_divide(tokens, _BOX_TOKENS)
 
 
 def _shared_bytes(tuning: Tuning, geometry: PSAGeometry) -> int:
