@@ -4,11 +4,12 @@ import os
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from psa_cupy.launching import cpu
+
+nbclient = pytest.importorskip("nbclient", reason="the extra test is not installed")
+nbformat = pytest.importorskip("nbformat", reason="the extra test is not installed")
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
@@ -39,7 +40,7 @@ def test_runs_and_shows_what_is_committed(name):
     if name in RUNS_KERNELS_ON_CPU and cpu.compiler() is None:
         pytest.skip("no C++ compiler: the kernels cannot run on the CPU")
     committed, notebook = read(name), read(name)
-    client = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(FOLDER)}})
+    client = nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(FOLDER)}})
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     client.execute(env={**os.environ, "PYTHONPATH": path})
     assert kinds_of(notebook) == kinds_of(committed)

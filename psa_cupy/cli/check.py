@@ -19,6 +19,8 @@ from psa_cupy.cli.machine import Machine, find_machine
 from psa_cupy.cli.shapes import random_array
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.launching import cpu, place
+from psa_cupy.launching.plan import Plan
+from psa_cupy.passes import PASSES
 from psa_cupy.passes.descriptor import PSAProblem
 from psa_cupy.passes.psa import PSA, backward_with, forward_with
 
@@ -58,6 +60,9 @@ _CPU_CASES = (
 )
 
 
+_DIRECTIONS = ("forward", "backward")
+
+
 def add_arguments(parser) -> None:
     """Add the command's options: none."""
 
@@ -71,7 +76,11 @@ def run(arguments) -> int:
         console.print(machine.hint, highlight=False, markup=False)
     if not machine.on_gpu and cpu.compiler() is None:
         console.print("No C++ compiler: only the reference is checked; install g++ to run the kernels.")
-    checks = list(_checks(machine))
+    cases = _GPU_CASES if machine.on_gpu else _CPU_CASES
+    data = [_Data(machine, case, dtype) for case, dtype in itertools.product(cases, DTYPES)]
+    with console.status("compiling the kernels"):
+        data[0].place.precompile(plan for one in data for plan in one.plans())
+    checks = [check for one in data for check in one.checks()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     worst: dict[tuple[str, str], float] = {}
     failures = []
@@ -112,26 +121,6 @@ def _table(worst: dict[tuple[str, str], float]) -> Table:
     return table
 
 
-def _checks(machine: Machine) -> Iterator[tuple]:
-    """Every (name, case, dtype, function giving error / bound)."""
-    cases = _GPU_CASES if machine.on_gpu else _CPU_CASES
-    for case, dtype in itertools.product(cases, DTYPES):
-        data = _Data(machine, case, dtype)
-        for direction in ("forward", "backward"):
-            for variant in _variants(direction, data):
-                yield f"psa_{direction} ({variant})", case, dtype, data.attention(direction, variant)
-        if case.value_dim == 2 * case.key_dim:
-            yield "staged pair", case, dtype, data.staged
-            yield "layout passes", case, dtype, data.layout
-
-
-def _variants(direction: str, data: _Data) -> list[str]:
-    if not data.machine.on_gpu and cpu.compiler() is None:
-        return ["reference"]
-    problem = PSAProblem(data.case.geometry, data.dtype, data.case.key_dim**-0.5)
-    return [v.name for v in PSA.variants[direction] if v.supports(problem, data.device)]
-
-
 class _Data:
     """Inputs of one case, and the checks on them."""
 
@@ -141,7 +130,36 @@ class _Data:
         self.qkv = machine.array(random_array(geometry.qkv_shape, dtype, seed=0))
         self.d_out = machine.array(random_array(geometry.out_shape, dtype, seed=1))
         with self._kernels():
-            self.device = place("check", qkv=self.qkv).device
+            self.place = place("check", qkv=self.qkv)
+
+    def checks(self) -> Iterator[tuple]:
+        """Every (name, case, dtype, function giving error / bound)."""
+        for direction in _DIRECTIONS:
+            for variant in self._variants(direction) or ["reference"]:
+                name = f"psa_{direction} ({variant})"
+                yield name, self.case, self.dtype, self.attention(direction, variant)
+        if self.case.value_dim == 2 * self.case.key_dim:
+            yield "staged pair", self.case, self.dtype, self.staged
+            yield "layout passes", self.case, self.dtype, self.layout
+
+    def plans(self) -> Iterator[Plan]:
+        """The plans that the checks will run, to be compiled together."""
+        for direction in _DIRECTIONS:
+            for variant in self._variants(direction):
+                yield PSA.plan(direction, self._problem, self.place.device, variant)
+            if self._variants(direction) and self.case.value_dim == 2 * self.case.key_dim:
+                for descriptor in PASSES:
+                    yield descriptor.plan(direction, self._problem, self.place.device)
+
+    @property
+    def _problem(self) -> PSAProblem:
+        return PSAProblem(self.case.geometry, self.dtype, self.case.key_dim**-0.5)
+
+    def _variants(self, direction: str) -> list[str]:
+        """The kernel variants that can run the case here: none without a C++ compiler or a GPU."""
+        if self.place.is_reference:
+            return []
+        return [v.name for v in PSA.variants[direction] if v.supports(self._problem, self.place.device)]
 
     def _kernels(self):
         """NumPy arrays go through the CPU-executed kernels, if they can."""

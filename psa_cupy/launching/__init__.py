@@ -7,6 +7,7 @@ a pass is written once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -35,6 +36,10 @@ class OnCpu:
     def run(self, plan: Plan, operands: dict[str, np.ndarray]) -> None:
         """Run a plan's kernels on the CPU."""
         cpu.run(plan, operands)
+
+    def precompile(self, plans: Iterable[Plan]) -> None:
+        """Compile the kernels of many plans at once, so that first calls find them."""
+        cpu.precompile(launch.kernel for plan in plans for launch in plan.launches)
 
 
 class OnGpu:
@@ -69,6 +74,10 @@ class OnGpu:
         """Launch a plan on the device, on its current stream."""
         with self._handle:
             self._gpu.run(plan, operands)
+
+    def precompile(self, plans: Iterable[Plan]) -> None:
+        """Compile the kernels of many plans at once, so that first calls find them."""
+        self._gpu.precompile(plans, self._handle.id)
 
     def launch(self, plan: Plan, addresses: dict[str, int]) -> None:
         """Launch a plan that has run before on this device, which is the current one."""

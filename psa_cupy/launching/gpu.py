@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import cupy
 import numpy as np
@@ -124,6 +125,18 @@ class _BoundLaunch(threading.local):
         for (value, encode), name in zip(self._maps, self._map_names, strict=True):
             value.raw = encode(addresses[name])
         driver.launchKernel(self._function.ptr, *self._geometry, stream, self._parameters_address, 0)
+
+
+def precompile(plans: Iterable[Plan], device_id: int) -> None:
+    """Compile the kernels of many plans at once, on all processors, so that first calls find them."""
+
+    def build(launch: Launch) -> None:
+        with cupy.cuda.Device(device_id):
+            load(launch.kernel, launch.shared_bytes, device_id)
+
+    launches = {(launch.kernel, launch.shared_bytes): launch for plan in plans for launch in plan.launches}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, launches.values()))
 
 
 def argument_itemsize(kernel: Kernel) -> int:

@@ -274,13 +274,10 @@ class _Prepared:
         """Check, allocate the targets that are None, launch; the targets, or None."""
         if self._device_id != self._cupy.cuda.runtime.getDevice():
             return None
-        results = tuple(
-            self._cupy.empty(shape, dtype) if target is None else target
-            for target, (_, shape, dtype) in zip(targets, self._targets, strict=True)
-        )
         addresses, ends = {}, {}
-        specification = self._inputs + self._targets
-        for array, (name, shape, dtype) in zip(inputs + results, specification, strict=True):
+        for array, (name, shape, dtype) in zip(inputs + targets, self._inputs + self._targets, strict=True):
+            if array is None and len(addresses) >= len(self._inputs):
+                continue  # a target that is allocated below, once nothing stands against the call
             if not self._fits(array, shape, dtype):
                 return None
             addresses[name] = array.data.ptr
@@ -288,8 +285,17 @@ class _Prepared:
         for target, (name, _, _) in zip(targets, self._targets, strict=True):
             if target is not None and _overlaps_another(name, addresses, ends):
                 return None
+        return self._launched(targets, addresses)
+
+    def _launched(self, targets, addresses):
+        results = []
+        for target, (name, shape, dtype) in zip(targets, self._targets, strict=True):
+            if target is None:
+                target = self._cupy.empty(shape, dtype)
+                addresses[name] = target.data.ptr
+            results.append(target)
         self._where.launch(self._plan, addresses)
-        return results
+        return tuple(results)
 
     def _fits(self, array, shape, dtype) -> bool:
         return (

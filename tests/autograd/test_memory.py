@@ -167,7 +167,7 @@ def test_psa_frees_its_out_and_lse(xp):
 def test_memory_is_flat_over_ten_steps(xp, meter, reused):
     weight = Variable(xp.full((2, 16, 4, 8), 0.5, np.float32))
     after, tape = [], Tape()
-    for _ in range(12):
+    for step in range(12):
         tape = tape if reused else Tape()
         with tape:
             y = autograd.psa(multiply(weight, weight), 2)
@@ -176,7 +176,9 @@ def test_memory_is_flat_over_ten_steps(xp, meter, reused):
         weight.data -= 0.01 * weight.grad
         tape.reset()
         del y, loss
-        assert gc.collect() == 0  # no cycles; and Python's free lists, which tracemalloc counts, are emptied
+        # No cycles, once what the first steps import and compile has left its own; and Python's free lists,
+        # which tracemalloc counts, are emptied.
+        assert gc.collect() == 0 or step < 2
         after.append(meter.now())
     assert max(after[2:]) - min(after[2:]) <= (2_000 if xp is np else 0), after
 

@@ -122,9 +122,12 @@ def load(build, *arguments) -> ctypes.CDLL:
 
 def compile_all(texts: Iterable[str], checked: bool, workers: int | None = None) -> None:
     """Fills the cache with the libraries of many texts, several compilers at a time."""
+    texts = list(dict.fromkeys(texts))
+    if not texts:
+        return
     build_runtime()
     with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        for _ in pool.map(lambda text: build_kernels(text, checked), dict.fromkeys(texts)):
+        for _ in pool.map(lambda text: build_kernels(text, checked), texts):
             pass
 
 
