@@ -4,12 +4,14 @@ How gradients accumulate
 ------------------------
 Every Variable has at most one gradient buffer, of its own shape and dtype. A function's backward is given
 the buffers that its inputs already have (`targets`) and *adds* to them; where an input has none yet, it
-answers with a new array, which becomes the buffer. So a Variable used twice is never summed on the side: the
-second backward kernel adds, atomically, into what the first one wrote. Each addition rounds to the
-Variable's dtype, as PyTorch's do.
+answers with a new array, which becomes the buffer. So a Variable that several calls use is never summed on
+the side: the next backward adds (a kernel: atomically) into what the one before wrote. Only where a Variable
+stands twice among the inputs of *one* call does the second place get no buffer, and the tape adds its answer.
+Each addition rounds to the Variable's dtype, as PyTorch's do.
 
 A leaf keeps its buffer as `.grad`. The buffer of a computed Variable is dropped as soon as the node that
-computed it has used it, and with it the arrays that the node had saved.
+computed it has used it, and with it, unless `retain_graph`, the arrays that the node had saved. After an
+error, leaves keep what was added before it.
 """
 
 from __future__ import annotations
@@ -379,7 +381,7 @@ def record(
         `backward(saved, d_outputs, targets)` gives a tuple of one gradient per input. `d_outputs` has the
         gradient of each output (None: nothing reached it; at least one is an array). `targets` has, per
         input, an array to add the gradient to and to give back, or None, which asks for a new array in C
-        order that shares memory with nothing.
+        order that shares memory with nothing. (A constant is asked for a gradient too, which is dropped.)
 
     Returns
     -------
