@@ -62,9 +62,12 @@ class OnGpu:
             return self._cupy.empty(shape, dtype)
 
     def contiguous(self, array):
-        """The array in C order: itself, or one copy."""
+        """The array in C order: itself, or one copy, which a captured graph may need again."""
         with self._handle:
-            return self._cupy.ascontiguousarray(array)
+            contiguous = self._cupy.ascontiguousarray(array)
+            if contiguous.data.ptr != array.data.ptr:
+                self._gpu.retain_if_capturing(contiguous)
+            return contiguous
 
     def aligned(self, *arrays) -> bool:
         """Whether every base address is a multiple of 16 bytes, as wide copies need."""

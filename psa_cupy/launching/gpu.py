@@ -22,7 +22,7 @@ from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Tenso
 from psa_cupy.launching.source import render
 
 _retained: list[cupy.ndarray] = []
-"""Scratch of launches captured into graphs, kept for the life of the process: a graph may be replayed."""
+"""Temporary arrays of captured launches, kept for the life of the process: a graph may be replayed."""
 
 
 @functools.cache
@@ -81,17 +81,20 @@ class Executable:
     def __call__(self, addresses: Mapping[str, int]) -> None:
         """Launch on the current stream; `addresses` are the operands' base addresses."""
         stream = cupy.cuda.get_current_stream()
-        if self._scratch:
-            addresses = {**addresses, **self._allocate_scratch(stream)}
+        # Held until all launches are in the stream: what is released before, another thread's launch into the
+        # same stream could be given. Afterwards the pool hands it out again in stream order.
+        scratch = {s.name: cupy.empty(s.shape, s.dtype) for s in self._scratch}
+        if scratch:
+            retain_if_capturing(*scratch.values())
+            addresses = {**addresses, **{name: array.data.ptr for name, array in scratch.items()}}
         for launch in self._launches:
             launch(addresses, stream.ptr)
 
-    def _allocate_scratch(self, stream) -> dict[str, int]:
-        arrays = {s.name: cupy.empty(s.shape, s.dtype) for s in self._scratch}
-        if stream.is_capturing():
-            _retained.extend(arrays.values())
-        # Not retained otherwise: the pool hands memory out again in stream order.
-        return {name: array.data.ptr for name, array in arrays.items()}
+
+def retain_if_capturing(*arrays: cupy.ndarray) -> None:
+    """Keep temporary arrays for ever if the current stream is capturing: a replay writes to them again."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        _retained.extend(arrays)
 
 
 class _BoundLaunch(threading.local):
@@ -105,24 +108,25 @@ class _BoundLaunch(threading.local):
         self._function = load(launch.kernel, launch.shared_bytes, device_id)
         self._geometry = (*launch.grid, *launch.block, launch.shared_bytes)
         self._values = [_argument_buffer(argument) for argument in launch.arguments]
+        arguments = list(zip(self._values, launch.arguments, strict=True))
+        dtype = element_type(launch.kernel)
         self._pointers = [
-            (value, argument.name, argument.offset * argument_itemsize(launch.kernel))
-            for value, argument in zip(self._values, launch.arguments, strict=True)
+            (value, argument.name, argument.offset * dtype.itemsize)
+            for value, argument in arguments
             if isinstance(argument, Operand)
         ]
         self._maps = [
-            (value, functools.lru_cache(maxsize=256)(functools.partial(_encode, argument, launch.kernel)))
-            for value, argument in zip(self._values, launch.arguments, strict=True)
+            (value, argument.name, _encoder(argument, dtype))
+            for value, argument in arguments
             if isinstance(argument, TensorMap)
         ]
-        self._map_names = [a.name for a in launch.arguments if isinstance(a, TensorMap)]
         self._parameters = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
         self._parameters_address = ctypes.addressof(self._parameters)
 
     def __call__(self, addresses: Mapping[str, int], stream: int) -> None:
         for value, name, byte_offset in self._pointers:
             value.value = addresses[name] + byte_offset
-        for (value, encode), name in zip(self._maps, self._map_names, strict=True):
+        for value, name, encode in self._maps:
             value.raw = encode(addresses[name])
         driver.launchKernel(self._function.ptr, *self._geometry, stream, self._parameters_address, 0)
 
@@ -139,9 +143,9 @@ def precompile(plans: Iterable[Plan], device_id: int) -> None:
         list(pool.map(build, launches.values()))
 
 
-def argument_itemsize(kernel: Kernel) -> int:
-    """Bytes per element of the kernel's element type T, in which operand offsets are counted."""
-    return dict(kernel.constants)["T"].itemsize
+def element_type(kernel: Kernel) -> np.dtype:
+    """The kernel's element type T, in which operand offsets are counted."""
+    return dict(kernel.constants)["T"]
 
 
 def _argument_buffer(argument: object):
@@ -149,14 +153,20 @@ def _argument_buffer(argument: object):
     if isinstance(argument, Operand):
         return ctypes.c_uint64()
     if isinstance(argument, TensorMap):
-        return ctypes.create_string_buffer(128)
+        return ctypes.create_string_buffer(tensor_map.BYTES)
     if isinstance(argument, np.generic):
         return ctypes.create_string_buffer(argument.tobytes(), argument.itemsize)
     raise TypeError(f"launch argument {argument!r}: expected an Operand, a TensorMap or a NumPy scalar")
 
 
-def _encode(argument: TensorMap, kernel: Kernel, address: int) -> bytes:
-    return tensor_map.encode(argument, address, dict(kernel.constants)["T"])
+def _encoder(argument: TensorMap, dtype: np.dtype):
+    """From a base address to the map's bytes; the last ones are kept."""
+
+    @functools.lru_cache(maxsize=256)
+    def encode(address: int) -> bytes:
+        return tensor_map.encode(argument, address, dtype)
+
+    return encode
 
 
 @functools.cache
