@@ -23,13 +23,15 @@ from rich.table import Table
 import psa_cupy
 from psa_cupy.arguments import DTYPES
 from psa_cupy.cli import ceilings, peers
-from psa_cupy.cli.machine import Machine, find_machine
+from psa_cupy.cli.machine import Machine, find_machine, installed_versions
 from psa_cupy.cli.shapes import random_array
 from psa_cupy.geometry import MAX_KEY_DIM, PSAGeometry
 
 DEFAULT_SHAPES = "1x2x20,16x4x20,64x4x20,256x4x20,8x4x40,4x4x80"
 CPU_SHAPES = "1x2x20,1x4x20"
 KEY_DIM = 32
+_VERSIONS_OF = ("psa-cupy", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton")
+"""What a benchmark's figures depend on."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def _write(path: Path, machine: Machine, rates, rows: list[Row]) -> None:
     document = {
         "device": machine.name,
         "date": time.strftime("%Y-%m-%d"),
-        "versions": ceilings.versions(),
+        "versions": installed_versions(_VERSIONS_OF),
         "rates": None if rates is None else asdict(rates),
         "rows": [asdict(row) for row in rows],
     }

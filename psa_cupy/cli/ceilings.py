@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,17 +46,6 @@ def limit_seconds(rates: Rates, geometry: PSAGeometry, dtype: np.dtype, work: st
         scores * flop_per_score / rates.flop_per_second,
         scores / rates.exponentials_per_second,
     )
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a benchmark's figures depend on."""
-    found = {}
-    for package in ("psa-cupy", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _median_seconds(cp, function, repeats=10):

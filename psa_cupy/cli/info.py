@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 import psa_cupy
-from psa_cupy.cli.machine import find_machine
+from psa_cupy.cli.machine import find_machine, installed_versions
 from psa_cupy.launching import cpu
 from psa_cupy.launching.source import kernels_folder
 
@@ -43,11 +42,9 @@ def run(arguments) -> int:
 def _software():
     yield "psa_cupy", psa_cupy.__version__
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    installed = installed_versions(_PACKAGES)
     for package in _PACKAGES:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield package, "not installed"
+        yield package, installed.get(package, "not installed")
     yield "kernels_cu", str(kernels_folder())
 
 

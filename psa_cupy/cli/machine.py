@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -80,6 +81,17 @@ def _cpu_median(function, budget_seconds):
         function()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def find_machine() -> Machine:
