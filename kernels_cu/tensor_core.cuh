@@ -1,7 +1,7 @@
 // Tensor core instructions of every GPU from sm_80 on, as functions: mma.sync, ldmatrix, cp.async.
 //
-// Together with tensor_core_hopper.cuh the only place for PTX. The CPU execution has the same functions in
-// psa_cupy/launching/cpu/include/tensor_core.h.
+// Together with tensor_core_hopper.cuh and vector_add.cuh the only place for PTX. The CPU execution has the
+// same functions in psa_cupy/launching/cpu/include/tensor_core.h.
 //
 // Fragments (PTX ISA, "Matrix Fragments for mma"), with row = lane / 4 and column = lane % 4:
 //   m16n8k16  a: rows row and row + 8, columns 2*column + {0, 1} and 8 more; registers (row, column),

@@ -1,7 +1,7 @@
 // Hopper's own instructions (sm_90a): wgmma, the tensor copy engine (TMA) and its mbarriers.
 //
-// Together with tensor_core.cuh the only place for PTX. None of this is emulated on the CPU: a kernel that
-// uses it has a twin built on mma.sync.
+// Together with tensor_core.cuh and vector_add.cuh the only place for PTX. None of this is emulated on the
+// CPU: a kernel that uses it has a twin built on mma.sync.
 //
 // Shared memory tiles are what TMA writes with a 128-byte swizzle: rows of 128 bytes (64 16-bit elements) in
 // groups of eight rows (1024 bytes, aligned to 1024); the 16-byte unit u of row r is at place u ^ (r % 8).
