@@ -45,6 +45,14 @@ struct Moved {
     }
 };
 
+__device__ __forceinline__ void prefetch_part_for_addition(const T* target, const Part& part) {
+#pragma unroll
+    for (int round = 0; round < UNROLL; ++round) {
+        const int index = threadIdx.x + round * blockDim.x;
+        if (index < part.count) prefetch_for_addition(target + (part.first + index) * VECTOR);
+    }
+}
+
 // vectors: of one run.
 extern "C" __global__ void extract_v(const T* __restrict__ qkv, T* __restrict__ v, long long vectors,
                                      unsigned parts, int vectors_per_part) {
@@ -62,7 +70,9 @@ extern "C" __global__ void extract_v_backward(const T* __restrict__ d_v, T* __re
     T* const head = d_qkv + 2 * part.bh * run;
     Moved moved;
     moved.load(d_v + part.bh * run, part);
-    if constexpr (!ACCUMULATE) {
+    if constexpr (ACCUMULATE) {
+        prefetch_part_for_addition(head + run, part);
+    } else {
         const Moved zeros = {};
         zeros.store<false>(head, part);
     }

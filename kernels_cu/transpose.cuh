@@ -55,6 +55,13 @@ __device__ __forceinline__ void load_patch(Vector<T, COLUMNS> (&rows)[ROWS], con
         rows[row] = load_vector<COLUMNS>(source + row * stride);
 }
 
+template <bool ACCUMULATE, int ROWS>
+__device__ __forceinline__ void prefetch_target(const T* target, long long stride) {
+#pragma unroll
+    for (int row = 0; ACCUMULATE && row < ROWS; ++row)
+        prefetch_for_addition(target + row * stride);
+}
+
 template <bool ACCUMULATE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_transposed(T* target, long long stride,
                                                  const Vector<T, COLUMNS> (&rows)[ROWS]) {
@@ -76,7 +83,9 @@ __device__ __forceinline__ void channels_to_tokens(const T* source, T* target, l
 #pragma unroll
     for (int round = 0; round < UNROLL; ++round) {
         const Patch patch = patch_of_thread(tile, round);
-        if (patch.inside) load_patch(rows[round], source + patch.channel * tokens + patch.token, tokens);
+        if (!patch.inside) continue;
+        load_patch(rows[round], source + patch.channel * tokens + patch.token, tokens);
+        prefetch_target<ACCUMULATE, TOKEN_VECTOR>(target + patch.token * KEY_DIM + patch.channel, KEY_DIM);
     }
 #pragma unroll
     for (int round = 0; round < UNROLL; ++round) {
@@ -94,7 +103,9 @@ __device__ __forceinline__ void tokens_to_channels(const T* source, T* target, l
 #pragma unroll
     for (int round = 0; round < UNROLL; ++round) {
         const Patch patch = patch_of_thread(tile, round);
-        if (patch.inside) load_patch(rows[round], source + patch.token * KEY_DIM + patch.channel, KEY_DIM);
+        if (!patch.inside) continue;
+        load_patch(rows[round], source + patch.token * KEY_DIM + patch.channel, KEY_DIM);
+        prefetch_target<ACCUMULATE, CHANNEL_VECTOR>(target + patch.channel * tokens + patch.token, tokens);
     }
 #pragma unroll
     for (int round = 0; round < UNROLL; ++round) {

@@ -1,7 +1,8 @@
 """A small selection of calls that covers every kernel variant: what compute-sanitizer is run over.
 
-    compute-sanitizer --tool racecheck python -m tests.sanitized_calls
+    compute-sanitizer --tool racecheck python -m tests.sanitized_calls [dtype ...]
 
+All dtypes unless some are named: racecheck is slow, and one process for each dtype takes the time of one.
 Needs a GPU. Each result is also compared with its bound, so that a sanitizer that changes the timing also
 shows what a race would do.
 """
@@ -9,6 +10,7 @@ shows what a race would do.
 from __future__ import annotations
 
 import itertools
+import sys
 
 import cupy as cp
 import numpy as np
@@ -30,13 +32,14 @@ GEOMETRIES = (
 """Of 64 tokens and more, so that tiles have neighbours and tails."""
 
 
-def main() -> None:
-    """Run every call; raises if a result is outside its bound."""
+def main(names: list[str]) -> None:
+    """Run every call of the dtypes named, of all by default; raises if a result is outside its bound."""
+    dtypes = [dtype for dtype in DTYPES if not names or dtype.name in names]
     calls = 0
-    for geometry, dtype in itertools.product(GEOMETRIES, DTYPES):
+    for geometry, dtype in itertools.product(GEOMETRIES, dtypes):
         calls += attention(geometry, dtype) + single_passes(geometry, dtype)
-    cp.cuda.Device().synchronize()
-    print(f"{calls} calls, all within their bounds")
+        cp.cuda.Device().synchronize()
+        print(f"{dtype}, {geometry}: {calls} calls so far, all within their bounds", flush=True)
 
 
 def attention(geometry: PSAGeometry, dtype: np.dtype) -> int:
@@ -92,4 +95,4 @@ def require(ratios: dict[str, float], name: str, geometry: PSAGeometry, dtype: n
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
