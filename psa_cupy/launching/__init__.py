@@ -82,9 +82,10 @@ class OnGpu:
         """Compile the kernels of many plans at once, so that first calls find them."""
         self._gpu.precompile(plans, self._handle.id)
 
-    def launch(self, plan: Plan, addresses: dict[str, int]) -> None:
-        """Launch a plan that has run before on this device, which is the current one."""
-        self._gpu.bind(plan, self._handle.id)(addresses)
+    def bound(self, plan: Plan):
+        """The plan's executable: launches when called with the operands' addresses, on this device only."""
+        with self._handle:
+            return self._gpu.bind(plan, self._handle.id)
 
 
 _REFERENCE, _CPU_KERNELS = OnCpu(is_reference=True), OnCpu(is_reference=False)

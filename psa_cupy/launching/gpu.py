@@ -76,18 +76,18 @@ class Executable:
 
     def __init__(self, plan: Plan, device_id: int):
         self._scratch = plan.scratch
-        self._launches = [_BoundLaunch(launch, device_id) for launch in plan.launches]
+        self._in_thread = _InThread(plan, device_id)
 
     def __call__(self, addresses: Mapping[str, int]) -> None:
         """Launch on the current stream; `addresses` are the operands' base addresses."""
         stream = cupy.cuda.get_current_stream()
-        # Held until all launches are in the stream: what is released before, another thread's launch into the
-        # same stream could be given. Afterwards the pool hands it out again in stream order.
-        scratch = {s.name: cupy.empty(s.shape, s.dtype) for s in self._scratch}
-        if scratch:
+        if self._scratch:
+            # Held until all launches are in the stream: what is released before, another thread's launch into
+            # the same stream could be given. Afterwards the pool hands it out again in stream order.
+            scratch = {s.name: cupy.empty(s.shape, s.dtype) for s in self._scratch}
             retain_if_capturing(*scratch.values())
             addresses = {**addresses, **{name: array.data.ptr for name, array in scratch.items()}}
-        for launch in self._launches:
+        for launch in self._in_thread.launches:
             launch(addresses, stream.ptr)
 
 
@@ -97,16 +97,25 @@ def retain_if_capturing(*arrays: cupy.ndarray) -> None:
         _retained.extend(arrays)
 
 
-class _BoundLaunch(threading.local):
-    """A launch with its kernel loaded and its arguments laid out; one argument buffer for each thread.
+class _InThread(threading.local):
+    """A plan's launches, each thread's own: the driver reads their arguments while another thread fills its.
 
-    (A subclass of threading.local runs __init__ again, with the same arguments, in every thread that
-    uses the object: the driver reads the buffer while another thread may be filling its own.)
+    (A subclass of threading.local runs __init__ again, with the same arguments, in every thread that uses
+    the object. Its attributes are slow to read: hence only one, which a call reads once.)
     """
+
+    def __init__(self, plan: Plan, device_id: int):
+        self.launches = [_BoundLaunch(launch, device_id) for launch in plan.launches]
+
+
+class _BoundLaunch:
+    """A launch with its kernel loaded and its arguments laid out, for one thread."""
 
     def __init__(self, launch: Launch, device_id: int):
         self._function = load(launch.kernel, launch.shared_bytes, device_id)
-        self._geometry = (*launch.grid, *launch.block, launch.shared_bytes)
+        self._launch_kernel = functools.partial(
+            driver.launchKernel, self._function.ptr, *launch.grid, *launch.block, launch.shared_bytes
+        )
         self._values = [_argument_buffer(argument) for argument in launch.arguments]
         arguments = list(zip(self._values, launch.arguments, strict=True))
         dtype = element_type(launch.kernel)
@@ -128,7 +137,7 @@ class _BoundLaunch(threading.local):
             value.value = addresses[name] + byte_offset
         for value, name, encode in self._maps:
             value.raw = encode(addresses[name])
-        driver.launchKernel(self._function.ptr, *self._geometry, stream, self._parameters_address, 0)
+        self._launch_kernel(stream, self._parameters_address, 0)
 
 
 def precompile(plans: Iterable[Plan], device_id: int) -> None:

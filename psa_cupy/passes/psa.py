@@ -7,6 +7,7 @@ addresses, overlap) and launches.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None)
     """
     key = _prepared_key("forward", qkv, num_heads, key_dim, scale)
     if (prepared := _prepared.get(key)) is not None:
-        results = prepared.call((qkv,), (out, lse))
+        results = prepared.call(qkv, (out, lse))
         if results is not None:
             return PSAForward(*results)
     return _forward(qkv, num_heads, key_dim, scale, out, lse, prepare_as=key)
@@ -144,8 +145,8 @@ def psa_backward(d_out, qkv, out, lse, num_heads, *, key_dim=None, scale=None, d
     direction = ("backward", d_v_branch is None, d_qkv is None)
     key = _prepared_key(direction, qkv, num_heads, key_dim, scale)
     if (prepared := _prepared.get(key)) is not None:
-        inputs = (d_out, qkv, out, lse) if d_v_branch is None else (d_out, qkv, out, lse, d_v_branch)
-        results = prepared.call(inputs, (d_qkv,))
+        branch = () if d_v_branch is None else (d_v_branch,)
+        results = prepared.call(qkv, (d_out, out, lse, *branch, d_qkv))
         if results is not None:
             return results[0]
     return _backward(d_out, qkv, out, lse, num_heads, key_dim, scale, d_v_branch, d_qkv, prepare_as=key)
@@ -180,13 +181,7 @@ def _forward(qkv, num_heads, key_dim, scale, out, lse, variant=None, prepare_as=
     plan = PSA.plan("forward", problem, where.device, variant)
     where.run(plan, {"qkv": qkv, "out": out, "lse": lse})
     if prepare_as is not None and problem.aligned:
-        _remember(
-            prepare_as,
-            where,
-            plan,
-            inputs={"qkv": expected["qkv"]},
-            targets={name: expected[name] for name in ("out", "lse")},
-        )
+        _remember(prepare_as, where.bound(plan), expected, others=(), targets=("out", "lse"))
     return PSAForward(out, lse)
 
 
@@ -215,13 +210,8 @@ def _backward(
     plan = PSA.plan("backward", problem, where.device, variant)
     where.run(plan, operands)
     if prepare_as is not None and problem.aligned:
-        _remember(
-            prepare_as,
-            where,
-            plan,
-            inputs={name: expected[name] for name in inputs},
-            targets={"d_qkv": expected["d_qkv"]},
-        )
+        others = [name for name in inputs if name != "qkv"]
+        _remember(prepare_as, where.bound(plan), expected, others, targets=("d_qkv",))
     return d_qkv
 
 
@@ -250,11 +240,11 @@ def _prepared_key(direction, qkv, num_heads, key_dim, scale) -> tuple | None:
     return direction, qkv.shape, qkv.dtype, num_heads, key_dim, scale, qkv.data.device_id
 
 
-def _remember(key, where, plan, inputs, targets) -> None:
+def _remember(key, launch, expected, others, targets) -> None:
     if len(_prepared) >= _MOST_PREPARED:  # a program with ever new shapes must not grow for ever
         _prepared.clear()
     *_, device_id = key
-    _prepared[key] = _Prepared(device_id, where, plan, inputs, targets)
+    _prepared[key] = _Prepared(device_id, launch, expected, others, targets)
 
 
 class _Prepared:
@@ -262,55 +252,75 @@ class _Prepared:
 
     Holds for one device and aligned operands. `call` checks the rest and launches, or answers None when
     the arrays need the full way (a copy, another alignment, an error to raise).
+
+    A small problem takes the host longer than the GPU. Hence what is known beforehand is computed when the
+    call is prepared, and the checks are one loop that calls nothing.
     """
 
-    def __init__(self, device_id, where, plan, inputs, targets):
-        self._cupy, self._where, self._plan = cupy_if_imported(), where, plan
-        self._device_id = device_id
-        self._inputs = tuple((name, *specification) for name, specification in inputs.items())
-        self._targets = tuple((name, *specification) for name, specification in targets.items())
-
-    def call(self, inputs, targets):
-        """Check, allocate the targets that are None, launch; the targets, or None."""
-        if self._device_id != self._cupy.cuda.runtime.getDevice():
-            return None
-        addresses, ends = {}, {}
-        for array, (name, shape, dtype) in zip(inputs + targets, self._inputs + self._targets, strict=True):
-            if array is None and len(addresses) >= len(self._inputs):
-                continue  # a target that is allocated below, once nothing stands against the call
-            if not self._fits(array, shape, dtype):
-                return None
-            addresses[name] = array.data.ptr
-            ends[name] = addresses[name] + array.nbytes
-        for target, (name, _, _) in zip(targets, self._targets, strict=True):
-            if target is not None and _overlaps_another(name, addresses, ends):
-                return None
-        return self._launched(targets, addresses)
-
-    def _launched(self, targets, addresses):
-        results = []
-        for target, (name, shape, dtype) in zip(targets, self._targets, strict=True):
-            if target is None:
-                target = self._cupy.empty(shape, dtype)
-                addresses[name] = target.data.ptr
-            results.append(target)
-        self._where.launch(self._plan, addresses)
-        return tuple(results)
-
-    def _fits(self, array, shape, dtype) -> bool:
-        return (
-            type(array) is self._cupy.ndarray
-            and array.data.device_id == self._device_id
-            and array.shape == shape
-            and array.dtype == dtype
-            and array.flags.c_contiguous
-            and array.data.ptr % 16 == 0
+    def __init__(self, device_id, launch, expected, others, targets):
+        cupy = cupy_if_imported()
+        self._ndarray, self._runtime = cupy.ndarray, cupy.cuda.runtime
+        self._device_id, self._launch = device_id, launch
+        self._qkv_bytes = _bytes(*expected["qkv"])
+        self._first_target = len(others)
+        self._operands = tuple(
+            (index, name, *expected[name], _bytes(*expected[name]), index >= len(others))
+            for index, name in enumerate((*others, *targets))
         )
 
+    def call(self, qkv, arrays):
+        """Check, allocate the targets that are None, launch; the targets, or None.
 
-def _overlaps_another(name, addresses, ends) -> bool:
-    start, end = addresses[name], ends[name]
-    return any(start < ends[other] and addresses[other] < end for other in addresses if other != name)
+        `arrays`: the other inputs, then the targets. That qkv is a CuPy array, its shape, dtype and device
+        stand in the key that this call was found by.
+        """
+        if self._runtime.getDevice() != self._device_id:
+            return None
+        addresses = self._addresses(qkv, arrays)
+        if addresses is None:
+            return None
+        if len(addresses) < 1 + len(arrays):
+            arrays = self._with_new_targets(arrays, addresses)
+        self._launch(addresses)
+        return arrays[self._first_target :]
+
+    def _addresses(self, qkv, arrays):
+        """The address of every array that is given, by name; None if one does not fit."""
+        start = qkv.data.ptr
+        if start % 16 or not qkv.flags.c_contiguous:
+            return None
+        addresses, taken = {"qkv": start}, [(start, start + self._qkv_bytes)]
+        for index, name, shape, dtype, nbytes, is_target in self._operands:
+            array = arrays[index]
+            if array is None and is_target:
+                continue  # made later, once nothing stands against the call; it overlaps nothing
+            if type(array) is not self._ndarray or array.shape != shape or array.dtype != dtype:
+                return None
+            memory = array.data
+            start = memory.ptr
+            if start % 16 or memory.device_id != self._device_id or not array.flags.c_contiguous:
+                return None
+            end = start + nbytes
+            if is_target:
+                for other_start, other_end in taken:
+                    if start < other_end and other_start < end:
+                        return None
+            addresses[name] = start
+            taken.append((start, end))
+        return addresses
+
+    def _with_new_targets(self, arrays, addresses):
+        """The arrays, with new ones for None, whose addresses are added."""
+        arrays = list(arrays)
+        for index, name, shape, dtype, _, _ in self._operands:
+            if arrays[index] is None:
+                arrays[index] = new = self._ndarray(shape, dtype)  # what cupy.empty wraps
+                addresses[name] = new.data.ptr
+        return arrays
+
+
+def _bytes(shape, dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _infer_shape(qkv_shape, num_heads, key_dim=None):

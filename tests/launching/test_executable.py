@@ -1,16 +1,19 @@
-"""What an executable keeps alive, and until when: shown without a GPU, by stand-ins."""
+"""What an executable launches, what it keeps alive, and until when: shown without a GPU, by stand-ins."""
 
+import ctypes
+import threading
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from psa_cupy.launching.plan import Plan, Scratch
+from psa_cupy.launching.plan import Kernel, Launch, Operand, Plan, Scratch, TensorMap
 
 pytest.importorskip("cupy", reason="no CuPy: install the extra nvrtc")
 
-from psa_cupy.launching import gpu
+from psa_cupy.launching import gpu, tensor_map
 
 
 class Array:
@@ -49,7 +52,7 @@ def executable(monkeypatch):
         assert set(addresses) == {"qkv", "rows", "delta"}
         executable.alive.append([array() is not None for array in arrays])
 
-    executable._launches = [launch, launch]
+    executable._in_thread.launches = [launch, launch]
     return executable
 
 
@@ -84,6 +87,63 @@ def test_a_copy_made_in_a_capture_lives_on(stream, capturing, is_contiguous):
     result = where.contiguous(array)
     assert result is (array if is_contiguous else copy)
     assert gpu._retained == ([copy] if capturing and not is_contiguous else [])
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver of which `launched` holds, for each launch, its configuration, stream and arguments' bytes."""
+    driver = types.SimpleNamespace(launched=[], on_launch=lambda: None)
+
+    def launch_kernel(function, *configuration_stream_parameters_extra):
+        *configuration, stream, parameters, extra = configuration_stream_parameters_extra
+        driver.on_launch()
+        pointers = (ctypes.c_void_p * len(ARGUMENTS)).from_address(parameters)
+        arguments = [ctypes.string_at(*pair) for pair in zip(pointers, ARGUMENT_BYTES, strict=True)]
+        driver.launched.append((function, configuration, stream, arguments, extra))
+
+    driver.launchKernel = launch_kernel
+    monkeypatch.setattr(gpu, "driver", driver)
+    monkeypatch.setattr(gpu, "load", lambda kernel, shared_bytes, device_id: types.SimpleNamespace(ptr=77))
+    monkeypatch.setattr(
+        tensor_map, "encode", lambda argument, address, dtype: address.to_bytes(128, "little")
+    )
+    return driver
+
+
+VIEW = TensorMap("qkv", 0, (64, 1, 1), (64, 64), (64, 1, 1))
+ARGUMENTS = (VIEW, Operand("out"), np.int32(-5), Operand("out", 3), Operand("lse"))
+ARGUMENT_BYTES = (128, 8, 4, 8, 8)
+
+
+def one_launch():
+    kernel = Kernel("file.cu", "entry", (("T", np.dtype(np.float16)),))
+    return gpu.Executable(Plan((Launch(kernel, (4, 1, 1), (32, 2, 1), ARGUMENTS, shared_bytes=9),)), 0)
+
+
+def arguments_at(qkv, out, lse):
+    numbers = (qkv, out, np.int32(-5), out + 3 * 2, lse)
+    return [
+        int(n).to_bytes(size, "little", signed=True) for n, size in zip(numbers, ARGUMENT_BYTES, strict=True)
+    ]
+
+
+def test_a_launch_gets_its_geometry_stream_and_arguments(stream, driver):
+    executable, stream.ptr = one_launch(), 5
+    for qkv, out, lse in ((1 << 10, 1 << 12, 1 << 14), (1 << 11, 1 << 12, 1 << 40)):
+        executable({"qkv": qkv, "out": out, "lse": lse})
+        launched = (77, [4, 1, 1, 32, 2, 1, 9], 5, arguments_at(qkv, out, lse), 0)
+        assert driver.launched.pop() == launched
+
+
+def test_threads_do_not_share_argument_buffers(stream, driver):
+    """All have written theirs before the driver reads any."""
+    executable, threads = one_launch(), 3
+    driver.on_launch = threading.Barrier(threads, timeout=30).wait
+    operands = [{"qkv": 1 << n, "out": 2 << n, "lse": 3 << n} for n in range(10, 10 + threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(executable, operands))
+    arguments = [launched[3] for launched in driver.launched]
+    assert sorted(arguments) == sorted(arguments_at(**each) for each in operands)
 
 
 class _Nothing:
