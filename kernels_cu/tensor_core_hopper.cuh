@@ -89,7 +89,8 @@ __device__ __forceinline__ void fence_async_proxy() {
 
 // ---- additions to global memory ----
 
-// Adds two adjacent elements (4-byte aligned, the first one low) to memory, each rounded once.
+// Adds two adjacent elements (4-byte aligned, the first one low) to memory, each rounded once. Not atomicAdd:
+// where the compiler cannot tell that an address is global, that one has a second path, for shared memory.
 __device__ __forceinline__ void atomic_add_pair(__half* address, unsigned pair) {
     asm volatile("red.relaxed.gpu.global.add.noftz.f16x2 [%0], %1;" ::"l"(__cvta_generic_to_global(address)),
                  "r"(pair)

@@ -73,7 +73,7 @@ def run(arguments) -> int:
     dtype = next(d for d in DTYPES if d.name == name)
     default = DEFAULT_SHAPES if machine.on_gpu else CPU_SHAPES
     shapes = parse_shapes(default if arguments.shapes is None else arguments.shapes)
-    rates = ceilings.measure(machine.xp, dtype) if machine.on_gpu else None
+    rates = ceilings.measure(machine, dtype) if machine.on_gpu else None
     tasks = [task for shape in shapes for task in _tasks(machine, shape, dtype, arguments)]
     rows, refusals = _run(console, machine, tasks, rates)
     for shape in shapes:

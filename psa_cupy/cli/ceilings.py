@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from psa_cupy.cli.machine import Machine
 from psa_cupy.geometry import PSAGeometry
 
 _EXPONENTIALS_PER_CLOCK = 16
@@ -25,9 +26,9 @@ class Rates:
     exponentials_per_second: float
 
 
-def measure(cp, dtype: np.dtype) -> Rates:
-    """The rates of the current device for attention in `dtype`."""
-    return Rates(_copy_rate(cp), _flop_rate(cp, dtype), _exponential_rate(cp))
+def measure(machine: Machine, dtype: np.dtype) -> Rates:
+    """The rates of a machine's GPU for attention in `dtype`."""
+    return Rates(_copy_rate(machine), _flop_rate(machine, dtype), _exponential_rate(machine.xp))
 
 
 def limit_seconds(rates: Rates, geometry: PSAGeometry, dtype: np.dtype, work: str) -> float:
@@ -48,30 +49,18 @@ def limit_seconds(rates: Rates, geometry: PSAGeometry, dtype: np.dtype, work: st
     )
 
 
-def _median_seconds(cp, function, repeats=10):
-    function()
-    times = []
-    for _ in range(repeats):
-        start, end = cp.cuda.Event(), cp.cuda.Event()
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(cp.cuda.get_elapsed_time(start, end) / 1e3)
-    return float(np.median(times))
+def _copy_rate(machine):
+    source = machine.xp.ones(1 << 28, np.float32)
+    target = machine.xp.empty_like(source)
+    return 2 * source.nbytes / machine.median_seconds(lambda: machine.xp.copyto(target, source))
 
 
-def _copy_rate(cp):
-    source = cp.ones(1 << 28, cp.float32)
-    target = cp.empty_like(source)
-    return 2 * source.nbytes / _median_seconds(cp, lambda: cp.copyto(target, source))
-
-
-def _flop_rate(cp, dtype):
+def _flop_rate(machine, dtype):
+    cp = machine.xp
     size = 8192 if dtype != np.float64 else 4096
     matrix_dtype = cp.float64 if dtype == np.float64 else cp.float16
     a = cp.random.standard_normal((size, size), dtype=cp.float32).astype(matrix_dtype)
-    rate = 2 * size**3 / _median_seconds(cp, lambda: a @ a)
+    rate = 2 * size**3 / machine.median_seconds(lambda: a @ a)
     return rate / 6 if dtype == np.float32 else rate
 
 
