@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +138,8 @@ class _Task:
 def _run(console, machine, tasks, rates):
     rows, refusals = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, of what a refusal says in one line
         bar = progress.add_task("timing", total=len(tasks))
         for task in tasks:
             progress.update(bar, description=f"{task.shape.bench_shape} {task.name}")

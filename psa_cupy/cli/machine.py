@@ -38,16 +38,16 @@ class Machine:
             else _cpu_median(function, budget_seconds)
         )
 
-    def host_seconds(self, function: Callable[[], object], calls: int = 200) -> float:
-        """What a call costs the host, which does not wait for the GPU: the median of several rounds."""
+    def host_seconds(self, function: Callable[[], object], calls: int = 20, rounds: int = 60) -> float:
+        """What a call costs the host, which does not wait for the GPU: the median of many short rounds."""
         times = []
-        for _ in range(6):
+        for _ in range(rounds):
             self.xp.cuda.Device().synchronize()
             start = time.perf_counter()
             for _ in range(calls):
                 function()
             times.append((time.perf_counter() - start) / calls)
-        return statistics.median(times[1:])  # the first round warms up
+        return statistics.median(times)
 
     def _gpu_median(self, function, budget_seconds):
         cp = self.xp

@@ -24,6 +24,8 @@ BYTES_IN_FLIGHT = 128
 """What a thread loads before it stores, in as many rounds as that takes ..."""
 MOST_ROUNDS = 8
 """... but no more than these, which keep it all in registers."""
+ADDING_BYTES_IN_FLIGHT = 32
+"""The same where it adds: an addition reads, too, and what it will meet is prefetched."""
 THREADS = 256
 """The most threads of a block."""
 
@@ -72,7 +74,7 @@ def transpose_launch(
     token_vector = vector_of(problem, device, geometry.tokens, adds=adds_along == "tokens")
     channel_vector = vector_of(problem, device, geometry.key_dim, adds=adds_along == "channels")
     group_lanes = lanes_along_channels(geometry.key_dim // channel_vector, channel_vector, token_vector)
-    unroll = rounds_of(token_vector * channel_vector * problem.dtype.itemsize)
+    unroll = rounds_of(token_vector * channel_vector * problem.dtype.itemsize, adds=adds_along is not None)
     slices = geometry.key_dim // (channel_vector * group_lanes)
     patches = geometry.tokens // token_vector
     parts, patches_per_part = even_parts(patches, per_item=group_lanes, most=THREADS * unroll)
@@ -105,7 +107,7 @@ def copy_launch(
 ) -> Launch:
     """A launch that moves one run of `run` contiguous elements for every bh, as extract_v.cu cuts them."""
     vector = vector_of(problem, device, run, adds=accumulate)
-    unroll = rounds_of(vector * problem.dtype.itemsize)
+    unroll = rounds_of(vector * problem.dtype.itemsize, adds=accumulate)
     vectors = run // vector
     parts, vectors_per_part = even_parts(vectors, per_item=1, most=THREADS * unroll)
     constants = (("T", problem.dtype), ("VECTOR", vector), ("UNROLL", unroll), ("ACCUMULATE", accumulate))
@@ -132,9 +134,10 @@ def lanes_along_channels(groups: int, channel_vector: int, token_vector: int) ->
     return max(divisors, key=lambda lanes: (shorter_run(lanes), lanes))
 
 
-def rounds_of(round_bytes: int) -> int:
+def rounds_of(round_bytes: int, adds: bool) -> int:
     """How many rounds of loads a thread makes before it stores."""
-    return min(max(1, BYTES_IN_FLIGHT // round_bytes), MOST_ROUNDS)
+    in_flight = ADDING_BYTES_IN_FLIGHT if adds else BYTES_IN_FLIGHT
+    return min(max(1, in_flight // round_bytes), MOST_ROUNDS)
 
 
 def even_parts(items: int, per_item: int, most: int) -> tuple[int, int]:
