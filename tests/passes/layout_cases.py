@@ -59,7 +59,7 @@ def layout_problems(draw) -> LayoutProblem:
     )
 
 
-UNEVEN = LayoutProblem(1, 1, 5, 10, 1, 413, np.dtype(np.float64))
+UNEVEN = LayoutProblem(1, 1, 7, 14, 1, 301, np.dtype(np.float64))
 """Cut into several parts of which the last is shorter, in every pass and direction."""
 
 
