@@ -20,8 +20,12 @@ _ALIGNED = "elements at multiples of their size"
 
 
 def cupy_if_imported():
-    """CuPy's module if somebody imported it, else None: no CuPy array can exist before that."""
-    return sys.modules.get("cupy")
+    """CuPy's module if somebody imported it, else None: no CuPy array can exist before that.
+
+    While another thread is importing it, it is there already, but has no arrays yet.
+    """
+    cupy = sys.modules.get("cupy")
+    return cupy if hasattr(cupy, "ndarray") else None
 
 
 def is_cupy(array: object) -> bool:
@@ -91,6 +95,12 @@ def require_dtype(function: str, name: str, array, expected: np.dtype | None = N
 def lse_dtype(dtype: np.dtype) -> np.dtype:
     """What lse and the sums behind it are held in: float32, float64 for float64."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def nearest_finite(value: float, dtype: np.dtype) -> np.floating:
+    """The number as a kernel's argument: one past the dtype's range would be infinite, and 0 * inf NaN."""
+    largest = np.finfo(dtype).max
+    return dtype.type(np.clip(value, -largest, largest))
 
 
 def require_ndim(function: str, name: str, array, layout: tuple[str, ...]) -> tuple[int, ...]:

@@ -220,7 +220,10 @@ def test_mistakes_in_small_heads_fail(tokens, dtype):
     d_q, d_k, d_v = flash_backward(d_o, q, k, v, o, lse)
     wrong_forward = {
         "a dropped key": flash_forward(q, k[:, :-1], v[:, :-1]),
-        "a stale row": (o * (np.arange(tokens) > 0)[:, None].astype(dtype), lse - np.arange(tokens) * 1e-3),
+        "a stale row": (
+            o * (np.arange(tokens) > 0)[:, None].astype(dtype),
+            lse - np.arange(tokens, dtype=lse.dtype) / 1000,
+        ),
     }
     for name, wrong in wrong_forward.items():
         ratios = testing.attention_forward_ratios(q, k, v, *wrong)
@@ -419,6 +422,66 @@ O_OF_HEAD, LSE_OF_HEAD = psa_cupy.flash_attention_forward(HEAD, HEAD, HEAD)
             lambda: testing.attention_backward_ratios(HEAD, HEAD, HEAD, HEAD, HEAD, HEAD[:1], HEAD),
             ValueError,
             "attention_backward_ratios: d_k has shape",
+        ),
+        (
+            lambda: testing.psa_forward_ratios(QKV, OUT, LSE.astype(np.float16), 2),
+            TypeError,
+            "psa_forward_ratios: lse has dtype float16, expected float32",
+        ),
+        (
+            lambda: testing.psa_forward_ratios([1.0], OUT, LSE, 2),
+            TypeError,
+            "psa_forward_ratios: qkv is a list",
+        ),
+        (
+            lambda: testing.psa_backward_ratios(OUT[:, :1], QKV, D_QKV, 2),
+            ValueError,
+            "psa_backward_ratios: d_out has shape",
+        ),
+        (
+            lambda: testing.psa_backward_ratios(OUT, QKV, D_QKV, 2, d_v_branch=OUT[:, :, :1]),
+            ValueError,
+            "psa_backward_ratios: d_v_branch has shape",
+        ),
+        (
+            lambda: testing.attention_forward_ratios(HEAD, HEAD[:1], HEAD, O_OF_HEAD, LSE_OF_HEAD),
+            ValueError,
+            "attention_forward_ratios: k has shape",
+        ),
+        (
+            lambda: testing.attention_forward_ratios(HEAD[0], HEAD, HEAD, O_OF_HEAD, LSE_OF_HEAD),
+            ValueError,
+            "attention_forward_ratios: q has shape",
+        ),
+        (
+            lambda: testing.attention_backward_ratios(HEAD[:, :1], HEAD, HEAD, HEAD, HEAD, HEAD, HEAD),
+            ValueError,
+            "attention_backward_ratios: d_o has shape",
+        ),
+        (
+            lambda: testing.absolute_ratio(OUT, OUT[:, :1].astype(np.float64), "forward"),
+            ValueError,
+            "absolute_ratio: exact has shape",
+        ),
+        (
+            lambda: testing.absolute_ratio(OUT, OUT, "forward"),
+            TypeError,
+            "absolute_ratio: exact has dtype float32, expected float64",
+        ),
+        (
+            lambda: testing.absolute_ratio(OUT.astype(np.float16), OUT.astype(np.float64), "forward"),
+            ValueError,
+            "absolute_ratio: direction is 'forward', dtype of result float16",
+        ),
+        (
+            lambda: testing.absolute_ratio(OUT, OUT.astype(np.float64), "sideways"),
+            ValueError,
+            "absolute_ratio: direction is 'sideways'",
+        ),
+        (
+            lambda: testing.unit_roundoff(np.int32),
+            TypeError,
+            "unit_roundoff: dtype is int32, expected one of float16",
         ),
         (
             lambda: testing.attention_forward_ratios(HEAD, HEAD, HEAD, O_OF_HEAD.tolist(), LSE_OF_HEAD),

@@ -18,8 +18,14 @@ import numpy as np
 from cupy.cuda import driver
 
 from psa_cupy.launching import tensor_map
-from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, TensorMap
+from psa_cupy.launching.plan import MOST_PLANS, Device, Kernel, Launch, Operand, Plan, TensorMap
 from psa_cupy.launching.source import render
+
+_LEAST_CAPABILITY = (7, 5)
+"""Of the GPUs the kernels are written for: Turing."""
+
+_allowance = threading.Lock()
+"""Held while a kernel's shared memory allowance is looked at and raised."""
 
 _retained: list[cupy.ndarray] = []
 """Temporary arrays of captured launches, kept for the life of the process: a graph may be replayed."""
@@ -27,9 +33,21 @@ _retained: list[cupy.ndarray] = []
 
 @functools.cache
 def device(device_id: int) -> Device:
-    """What planning needs to know of a CUDA device."""
+    """What planning needs to know of a CUDA device.
+
+    Raises
+    ------
+    ValueError
+        If no kernel is written for so old a device.
+
+    """
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
     capability = (properties["major"], properties["minor"])
+    if capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+        raise ValueError(
+            f"psa_cupy: GPU {device_id} has compute capability {found}, expected at least {least}"
+        )
     return Device(
         capability=capability,
         multiprocessors=properties["multiProcessorCount"],
@@ -53,7 +71,7 @@ def run(plan: Plan, operands: Mapping[str, cupy.ndarray]) -> None:
         bind(plan, cupy.cuda.runtime.getDevice())({name: array.data.ptr for name, array in operands.items()})
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=MOST_PLANS)
 def bind(plan: Plan, device_id: int) -> Executable:
     """The plan's executable on a device, which must be the current one.
 
@@ -65,8 +83,9 @@ def bind(plan: Plan, device_id: int) -> Executable:
     """
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
-            "psa_cupy: a first call with this shape and dtype cannot be captured into a graph, since it "
-            "loads kernels: call once before the capture"
+            "psa_cupy: a first call with these arguments cannot be captured into a graph, since it loads "
+            "kernels: call once before the capture, with arrays of the same shapes, dtype and alignment, the "
+            "same scale, and the same targets given"
         )
     return Executable(plan, device_id)
 
@@ -180,9 +199,14 @@ def _encoder(argument: TensorMap, dtype: np.dtype):
 
 @functools.cache
 def load(kernel: Kernel, shared_bytes: int, device_id: int):
-    """The compiled kernel on a device (a cupy Function), allowed the shared memory it asks for."""
+    """The compiled kernel on a device (a cupy Function), allowed the shared memory it asks for.
+
+    The driver keeps one allowance for a kernel, whatever number of plans launch it: it is only ever raised.
+    """
     options = ("-std=c++17",) + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     raw = cupy.RawKernel(render(kernel), kernel.entry, options=options)
-    if shared_bytes > 48 * 1024:
-        raw.max_dynamic_shared_size_bytes = shared_bytes
-    return raw.kernel
+    function = raw.kernel
+    with _allowance:
+        if shared_bytes > raw.max_dynamic_shared_size_bytes:
+            raw.max_dynamic_shared_size_bytes = shared_bytes
+    return function

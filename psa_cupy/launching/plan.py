@@ -14,6 +14,10 @@ RESERVED_SHARED_BYTES = 1024
 capability 8.0 on (Turing takes none): two blocks may have less than a half each of what one may have."""
 
 
+MOST_PLANS = 4096
+"""How many plans are kept, and things made of them: programs with ever new shapes must not grow for ever."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One specialised kernel: a file of kernels_cu, an entry in it, and its compile-time constants.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from psa_cupy.geometry import PSAGeometry
-from psa_cupy.launching.plan import Device, Plan
+from psa_cupy.launching.plan import MOST_PLANS, Device, Plan
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Pass:
         """The first variant of a direction that supports the problem on the device."""
         return next(v for v in self.variants[direction] if v.supports(problem, device))
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019 - passes live as long as the module
+    @functools.lru_cache(maxsize=MOST_PLANS)  # noqa: B019 - passes live as long as the module
     def plan(self, direction: str, problem: PSAProblem, device: Device, variant: str | None = None) -> Plan:
         """The plan of the named variant, by default the chosen one: made once per problem and device."""
         if variant is None:

@@ -15,6 +15,7 @@ import numpy as np
 from psa_cupy import reference
 from psa_cupy.arguments import (
     lse_dtype,
+    nearest_finite,
     require_disjoint,
     require_dtype,
     require_ndim,
@@ -364,9 +365,7 @@ def _kernel(problem: FlashProblem, layout: _Layout, tile: _Tile, file: str, entr
 def _sizes(problem: FlashProblem, layout: _Layout) -> tuple[np.generic, ...]:
     """The arguments that end every kernel's list: token counts, strides and the scale."""
     strides = (layout.q_stride, layout.k_stride, layout.v_stride, layout.o_stride)
-    # A scale past the accumulator's range would be infinite, and 0 * inf not a number.
-    largest = np.finfo(problem.real).max
-    scale = problem.real.type(np.clip(problem.scale, -largest, largest))
+    scale = nearest_finite(problem.scale, problem.real)
     return (np.int32(problem.queries), np.int32(problem.keys), *map(np.int64, strides), scale)
 
 
@@ -495,12 +494,12 @@ def plain_psa_backward_plan(problem: PSAProblem, device: Device) -> Plan:
 def _infer_shape(q_shape, k_shape, v_shape):
     """Shapes of (o, lse) from those of q, k and v, whose first dimension may be None (not yet known)."""
     (bh, _, key_dim), (_, keys, value_dim) = q_shape, v_shape
-    if k_shape != (bh, keys, key_dim) or v_shape[0] != bh:
+    if tuple(k_shape) != (bh, keys, key_dim) or v_shape[0] != bh:
         raise ValueError(
             f"flash_attention_forward: q, k, v have shapes {q_shape}, {k_shape}, {v_shape}, "
             "expected (BH, Nq, D), (BH, Nk, D), (BH, Nk, Dv)"
         )
-    return (*q_shape[:2], value_dim), q_shape[:2]
+    return (*q_shape[:2], value_dim), tuple(q_shape[:2])
 
 
 FLASH_ATTENTION = Pass(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from psa_cupy import reference
 from psa_cupy.arguments import cupy_if_imported
 from psa_cupy.geometry import PSAGeometry
+from psa_cupy.launching.plan import MOST_PLANS
 from psa_cupy.passes import (
     flash_attention,
     psa_backward as portable_backward,
@@ -223,7 +224,6 @@ def _written(result, target):
     return target
 
 
-_MOST_PREPARED = 4096
 _prepared: dict[tuple, _Prepared] = {}
 
 
@@ -241,7 +241,9 @@ def _prepared_key(direction, qkv, num_heads, key_dim, scale) -> tuple | None:
 
 
 def _remember(key, launch, expected, others, targets) -> None:
-    if len(_prepared) >= _MOST_PREPARED:  # a program with ever new shapes must not grow for ever
+    if key in _prepared:  # this call needed the full way, others may not
+        return
+    if len(_prepared) >= MOST_PLANS:
         _prepared.clear()
     *_, device_id = key
     _prepared[key] = _Prepared(device_id, launch, expected, others, targets)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psa_cupy.arguments import lse_dtype
+from psa_cupy.arguments import lse_dtype, nearest_finite
 from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch
 from psa_cupy.passes.descriptor import PSAProblem
@@ -104,7 +104,7 @@ def choose_tile(problem: PSAProblem, device: Device, keys: bool) -> Tile | None:
 
 
 def plan_with_tiles(problem: PSAProblem, device: Device, key_tile: Tile, query_tile: Tile) -> Plan:
-    """`plan` with tiles of the caller's choice: tests and benchmarks compare them."""
+    """`plan` with tiles of the caller's choice: tests compare them."""
     geometry = problem.geometry
     accumulator = lse_dtype(problem.dtype)
     rows = Scratch("rows", (geometry.bh, round_up(geometry.tokens, _ROWS_UNIT), 2), accumulator)
@@ -120,12 +120,11 @@ def _launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys
     tiles = ceil_divide(geometry.tokens, tile.tokens)
     tiles_per_block = _tiles_per_block(tiles, geometry.bh, device, tile) if tile.resident else tile.warps
     blocks_per_head = ceil_divide(tiles, tiles_per_block)
-    real = lse_dtype(problem.dtype).type
-    scale = problem.scale
+    real, scale = lse_dtype(problem.dtype), problem.scale
     # The softmax of one score is 1, exactly: the kernel is told a score of 0 (and the rows, an lse of 0).
     scale_log2 = scale * math.log2(math.e) if geometry.tokens > 1 else 0.0
     return Launch(
-        kernel=_kernel("psa_backward", _constants(problem, tile, keys)),
+        kernel=Kernel(_FILE, "psa_backward", _constants(problem, tile, keys)),
         grid=(geometry.bh * blocks_per_head, 1, 1),
         block=(32 * tile.warps, 1, 1),
         arguments=(
@@ -139,8 +138,8 @@ def _launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys
             np.int32(geometry.tokens),
             np.int32(blocks_per_head),
             np.int32(tiles_per_block),
-            real(scale_log2),
-            real(scale),
+            nearest_finite(scale_log2, real),
+            nearest_finite(scale, real),
         ),
         shared_bytes=_shared_bytes(problem, tile, keys),
     )
@@ -163,10 +162,6 @@ def _constants(problem: PSAProblem, tile: Tile, keys: bool) -> tuple:
         ("BRANCH", problem.branch and keys),
         ("ACCUMULATE", problem.accumulate),
     )
-
-
-def _kernel(entry: str, constants: tuple) -> Kernel:
-    return Kernel(_FILE, entry, constants)
 
 
 def _copy_bytes(problem: PSAProblem) -> int:

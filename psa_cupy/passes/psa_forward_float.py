@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from psa_cupy.arguments import nearest_finite
 from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan
 from psa_cupy.passes.descriptor import PSAProblem
@@ -101,7 +102,7 @@ def plan_with(tile: Tile, problem: PSAProblem) -> Plan:
             Operand("lse"),
             np.int32(geometry.tokens),
             np.int32(_splits(tile, geometry)),
-            problem.dtype.type(problem.scale * math.log2(math.e)),
+            nearest_finite(problem.scale * math.log2(math.e), problem.dtype),
         ),
         shared_bytes=shared_bytes(tile, geometry, problem.dtype),
     )

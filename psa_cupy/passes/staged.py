@@ -18,7 +18,7 @@ import numpy as np
 
 from psa_cupy import reference
 from psa_cupy.geometry import PSAGeometry
-from psa_cupy.launching.plan import Device, Operand, Plan, Scratch
+from psa_cupy.launching.plan import MOST_PLANS, Device, Operand, Plan, Scratch
 from psa_cupy.passes.checks import check_backward, check_forward, specification
 from psa_cupy.passes.descriptor import PSAProblem
 from psa_cupy.passes.extract_v import EXTRACT_V
@@ -156,7 +156,7 @@ def psa_backward_staged(
     return d_qkv
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=MOST_PLANS)
 def forward_plan(problem: PSAProblem, device: Device) -> Plan:
     """pack, attention lo, attention hi, merge; operands qkv, out, lse.
 
@@ -174,7 +174,7 @@ def forward_plan(problem: PSAProblem, device: Device) -> Plan:
     )
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=MOST_PLANS)
 def backward_plan(problem: PSAProblem, device: Device) -> Plan:
     """The forward's steps backwards; operands d_out, qkv, out, lse, d_qkv, and d_v_branch if there is one."""
     geometry, dtype = problem.geometry, problem.dtype

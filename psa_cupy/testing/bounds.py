@@ -22,7 +22,7 @@ which round P, dS and O relative to 2^(i/8) (a kernel rounds P relative to which
 
 The functions answer with error / bound, the largest of all: at most 1 passes, and a NaN or an infinity that
 float64 does not have counts as infinite. A head whose inputs are not finite is not compared. A result of
-another shape or dtype than it must have is an error (TypeError, ValueError), not a ratio.
+another shape or dtype than it must have, or an input, is an error (TypeError, ValueError), not a ratio.
 
 All functions take NumPy or CuPy arrays, and compute where the arrays are, a few rows of scores at a time.
 """
@@ -33,8 +33,17 @@ import itertools
 
 import numpy as np
 
-from psa_cupy.arguments import cupy_if_imported, is_cupy, require_arrays, require_dtype, require_shape
+from psa_cupy.arguments import (
+    cupy_if_imported,
+    is_cupy,
+    lse_dtype,
+    require_arrays,
+    require_dtype,
+    require_ndim,
+    require_shape,
+)
 from psa_cupy.geometry import PSAGeometry
+from psa_cupy.passes.checks import specification
 from psa_cupy.views import split_qkv, tiles, tokens_first
 
 ABSOLUTE_BOUNDS = {
@@ -60,6 +69,11 @@ _TILE_SCORES = {"numpy": 1 << 18, "cupy": 1 << 23}
 def unit_roundoff(dtype) -> float:
     """The largest relative error of rounding to a dtype: half the distance from 1 to the next number.
 
+    Raises
+    ------
+    TypeError
+        If the dtype is none of the library's.
+
     Examples
     --------
     >>> import numpy as np
@@ -68,7 +82,10 @@ def unit_roundoff(dtype) -> float:
     True
 
     """
-    return _UNIT_ROUNDOFF[np.dtype(dtype).name]
+    name = np.dtype(dtype).name
+    if name not in _UNIT_ROUNDOFF:
+        raise TypeError(f"unit_roundoff: dtype is {name}, expected one of {', '.join(_UNIT_ROUNDOFF)}")
+    return _UNIT_ROUNDOFF[name]
 
 
 def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]:
@@ -102,8 +119,7 @@ def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]
     True
 
     """
-    o_shape, lse_shape = (*q.shape[:2], v.shape[2]), q.shape[:2]
-    _require_results("attention_forward_ratios", q, o=(o, o_shape), lse=(lse, lse_shape))
+    _check_attention("attention_forward_ratios", q=q, k=k, v=v, o=o, lse=lse)
     return _judged(lambda rounding: _forward_ratios(q, k, v, o, lse, _scale(scale, q), rounding), q, k, v)
 
 
@@ -136,8 +152,7 @@ def attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, *, scale=None) -> dic
     True
 
     """
-    results = {"d_q": (d_q, q.shape), "d_k": (d_k, k.shape), "d_v": (d_v, v.shape)}
-    _require_results("attention_backward_ratios", q, **results)
+    _check_attention("attention_backward_ratios", d_o=d_o, q=q, k=k, v=v, d_q=d_q, d_k=d_k, d_v=d_v)
     arrays = (d_o, q, k, v, d_q, d_k, d_v)
     return _judged(lambda rounding: _backward_ratios(*arrays, None, _scale(scale, q), rounding), q, k, v)
 
@@ -170,9 +185,7 @@ def psa_forward_ratios(qkv, out, lse, num_heads, *, key_dim=None, scale=None) ->
     True
 
     """
-    name = "psa_forward_ratios"
-    geometry = PSAGeometry.from_qkv(name, qkv.shape, num_heads, key_dim)
-    _require_results(name, qkv, out=(out, geometry.out_shape), lse=(lse, geometry.lse_shape))
+    _check_block("psa_forward_ratios", num_heads, key_dim, qkv=qkv, out=out, lse=lse)
     q, k, v = split_qkv(qkv, num_heads, key_dim)
     return attention_forward_ratios(
         *(q, k, v, tokens_first(out, num_heads), lse.reshape(q.shape[:2])), scale=scale
@@ -212,7 +225,8 @@ def psa_backward_ratios(
     ['d_k', 'd_q', 'd_v']
 
     """
-    _require_results("psa_backward_ratios", qkv, d_qkv=(d_qkv, qkv.shape))
+    given = {} if d_v_branch is None else {"d_v_branch": d_v_branch}
+    _check_block("psa_backward_ratios", num_heads, key_dim, qkv=qkv, d_out=d_out, d_qkv=d_qkv, **given)
     q, k, v = split_qkv(qkv, num_heads, key_dim)
     arrays = (tokens_first(d_out, num_heads), q, k, v, *split_qkv(d_qkv, num_heads, q.shape[2]))
     branch = None if d_v_branch is None else tokens_first(d_v_branch, num_heads)
@@ -236,6 +250,13 @@ def absolute_ratio(result, exact, direction: str) -> float:
     float
         At most 1 if the result is good; infinity for a NaN that exact does not have.
 
+    Raises
+    ------
+    TypeError
+        If an argument is no array, or exact is not float64.
+    ValueError
+        If shapes differ, or there is no bound for that direction and dtype.
+
     Examples
     --------
     >>> import numpy as np
@@ -247,6 +268,13 @@ def absolute_ratio(result, exact, direction: str) -> float:
     True
 
     """
+    require_arrays("absolute_ratio", {"result": result, "exact": exact})
+    require_dtype("absolute_ratio", "exact", exact, np.dtype(np.float64))
+    require_shape("absolute_ratio", "exact", exact, result.shape)
+    if (direction, result.dtype.name) not in ABSOLUTE_BOUNDS:
+        given = f"direction is {direction!r}, dtype of result {result.dtype}"
+        known = ", ".join(" ".join(pair) for pair in ABSOLUTE_BOUNDS)
+        raise ValueError(f"absolute_ratio: {given}, expected one of {known}")
     bound = ABSOLUTE_BOUNDS[direction, result.dtype.name]
     xp = _namespace(result)
     with np.errstate(all="ignore"):
@@ -421,12 +449,30 @@ def _runs(tokens: int, channels: int) -> list[slice]:
 # ---- small helpers
 
 
-def _require_results(function: str, like, **results) -> None:
-    """Check results (array, shape) against an input: broadcasting would judge them by the wrong elements."""
-    require_arrays(function, {"input": like, **{name: array for name, (array, _) in results.items()}})
-    for name, (array, shape) in results.items():
-        if name != "lse":
-            require_dtype(function, name, array, like.dtype)
+def _check_attention(function: str, **arrays) -> None:
+    """Check arrays by their names in attention: broadcasting would judge results by the wrong elements."""
+    require_arrays(function, arrays)
+    dtype = require_dtype(function, "q", arrays["q"])
+    bh, queries, key_dim = require_ndim(function, "q", arrays["q"], ("BH", "Nq", "D"))
+    _, keys, value_dim = require_ndim(function, "v", arrays["v"], ("BH", "Nk", "Dv"))
+    of_queries, of_keys, of_values = (bh, queries, key_dim), (bh, keys, key_dim), (bh, keys, value_dim)
+    shapes = {"q": of_queries, "k": of_keys, "v": of_values, "lse": (bh, queries)}
+    shapes |= {"d_q": of_queries, "d_k": of_keys, "d_v": of_values}
+    shapes |= dict.fromkeys(("o", "d_o"), (bh, queries, value_dim))
+    for name, array in arrays.items():
+        require_dtype(function, name, array, lse_dtype(dtype) if name == "lse" else dtype)
+        require_shape(function, name, array, shapes[name])
+
+
+def _check_block(function: str, num_heads, key_dim, **arrays) -> None:
+    """The same by their names in the block."""
+    require_arrays(function, arrays)
+    dtype = require_dtype(function, "qkv", arrays["qkv"])
+    geometry = PSAGeometry.from_qkv(function, arrays["qkv"].shape, num_heads, key_dim)
+    expected = specification(geometry, dtype)
+    for name, array in arrays.items():
+        shape, dtype = expected[name]
+        require_dtype(function, name, array, dtype)
         require_shape(function, name, array, shape)
 
 

@@ -1,6 +1,7 @@
 """What an executable launches, what it keeps alive, and until when: shown without a GPU, by stand-ins."""
 
 import ctypes
+import itertools
 import threading
 import types
 import weakref
@@ -144,6 +145,62 @@ def test_threads_do_not_share_argument_buffers(stream, driver):
         list(pool.map(executable, operands))
     arguments = [launched[3] for launched in driver.launched]
     assert sorted(arguments) == sorted(arguments_at(**each) for each in operands)
+
+
+@pytest.fixture
+def one_function_for_a_text(monkeypatch):
+    """CuPy as it is: all RawKernels of one text have one function, whose allowance any of them may set."""
+    allowances = {}
+
+    class RawKernel:
+        def __init__(self, text, entry, options):
+            self._text = text
+            allowances.setdefault(text, 48 * 1024)
+
+        @property
+        def kernel(self):
+            return types.SimpleNamespace(allowance=lambda: allowances[self._text])
+
+        @property
+        def max_dynamic_shared_size_bytes(self):
+            return allowances[self._text]
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, value):
+            allowances[self._text] = value
+
+    monkeypatch.setattr(gpu, "cupy", types.SimpleNamespace(RawKernel=RawKernel))
+    monkeypatch.setattr(gpu, "render", lambda kernel: kernel.entry)
+    gpu.load.cache_clear()
+    yield
+    gpu.load.cache_clear()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((0, 60_000, 90_000))))
+def test_a_plan_does_not_lower_what_another_is_allowed(one_function_for_a_text, order):
+    kernel = Kernel("file.cu", "entry", (("T", np.dtype(np.float16)),))
+    for shared_bytes in (*order, *order):
+        gpu.load(kernel, shared_bytes, 0)
+    for shared_bytes in order:
+        assert gpu.load(kernel, shared_bytes, 0).allowance() == 90_000
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "supported"), [(6, 1, False), (7, 0, False), (7, 5, True), (12, 0, True)]
+)
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch, major, minor, supported):
+    properties = {"major": major, "minor": minor, "multiProcessorCount": 10, "sharedMemPerBlockOptin": 65536}
+    runtime = types.SimpleNamespace(getDeviceProperties=lambda device_id: properties)
+    monkeypatch.setattr(gpu, "cupy", types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime)))
+    gpu.device.cache_clear()
+    if supported:
+        assert gpu.device(3).capability == (major, minor)
+    else:
+        with pytest.raises(
+            ValueError, match=f"GPU 3 has compute capability {major}.{minor}, expected at least 7.5"
+        ):
+            gpu.device(3)
+    gpu.device.cache_clear()
 
 
 class _Nothing:

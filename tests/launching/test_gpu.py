@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import psa_cupy
+from psa_cupy import testing
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.passes.descriptor import PSAProblem
 from psa_cupy.passes.psa import PSA, backward_with, forward_with
@@ -70,6 +71,21 @@ def test_backward_repeats_to_the_bit(cp, tokens, dtype):
             again = backward_with(variant, d_out, qkv, out, lse, HEADS).view(cp.uint8)
             differing += (again != first).sum()
         assert int(differing) == 0, variant
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sizes_may_come_in_any_order(cp, dtype):
+    """Plans that differ in shared memory alone share a kernel, and the driver keeps one allowance for it."""
+    for width in (300, 196, 300, 44, 108, 300, 196):
+        qkv, d_out = inputs(cp, 1, width, np.dtype(dtype))
+        out, lse = psa_cupy.psa_forward(qkv, HEADS)
+        for variant in variants(cp, "forward", qkv):
+            assert (
+                max(testing.psa_forward_ratios(qkv, *forward_with(variant, qkv, HEADS), HEADS).values()) <= 1
+            )
+        for variant in variants(cp, "backward", qkv):
+            d_qkv = backward_with(variant, d_out, qkv, out, lse, HEADS)
+            assert max(testing.psa_backward_ratios(d_out, qkv, d_qkv, HEADS).values()) <= 1
 
 
 def test_two_streams_give_the_same_bits(cp):
