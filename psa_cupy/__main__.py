@@ -20,9 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (module, help_text) in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=help_text, description=help_text))
     argv = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(argv or ["demo"])
-    if parsed.command is None:
-        parser.error("expected a command: demo, check, bench or info")
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        argv = ["demo", *argv]
+    parsed = parser.parse_args(argv)
     return _COMMANDS[parsed.command][0].run(parsed)
 
 

@@ -1,11 +1,12 @@
 """The commands run on a machine without a GPU, say where they run, and exit as documented."""
 
 import json
+import sys
 
 import pytest
 
 from psa_cupy import __main__ as command_line
-from psa_cupy.cli import check, demo, machine
+from psa_cupy.cli import bench, check, demo, machine
 from psa_cupy.launching import cpu
 
 needs_compiler = pytest.mark.skipif(cpu.compiler() is None, reason="no C++ compiler")
@@ -98,3 +99,42 @@ def test_bench_writes_json(capsys, tmp_path):
 def test_a_wrong_option_is_explained_before_anything_runs(arguments, message):
     with pytest.raises(SystemExit, match=message):
         command_line.main(arguments)
+
+
+def test_options_alone_are_the_demos(capsys):
+    with pytest.raises(SystemExit, match="demo: --batch is 0"):
+        command_line.main(["--batch", "0"])
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    assert "demo|check|bench|info" in capsys.readouterr().out
+
+
+def test_a_cupy_that_cannot_be_imported_is_a_hint(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it raises ImportError
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    assert command_line.main(["info"]) == 0
+    assert "cannot be imported" in capsys.readouterr().out
+
+
+def test_check_goes_on_where_a_kernel_does_not_compile(capsys, monkeypatch, tmp_path):
+    """Each check says so; that they cannot be compiled together is not the end."""
+    monkeypatch.setattr(check, "_CPU_CASES", check._CPU_CASES[2:3])
+    monkeypatch.setenv("PSA_CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu, "compiler", lambda: "false")
+    monkeypatch.setenv("CXX", "false")
+    assert command_line.main(["check"]) == 1
+    assert "checks failed" in capsys.readouterr().out
+
+
+def test_bench_refuses_a_folder_before_timing(tmp_path):
+    with pytest.raises(SystemExit, match="bench: --json is"):
+        command_line.main(["bench", "--shapes", "1x2x4", "--json", str(tmp_path)])
+
+
+def test_bench_goes_on_without_ceilings(capsys, monkeypatch):
+    def measure(*arguments):
+        raise ImportError("no cuBLAS\nat all")
+
+    monkeypatch.setattr(bench.ceilings, "measure", measure)
+    assert bench._measured_rates(bench.Console(), None, None) is None
+    assert "no limits: no cuBLAS" in capsys.readouterr().out

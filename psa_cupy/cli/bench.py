@@ -1,9 +1,10 @@
 """Time psa_cupy beside what a user would run instead, on one GPU, in one run.
 
-Every row has the median time, the limit that the device's measured ceilings set (bytes, FLOP and
-exponentials, whichever is largest) and their ratio. "NCHW" rows start from and end in the detector's
-layout; "given" rows get q, k, v in the layout the library wants, for free. On a CPU the NumPy reference
-is timed, without peers and limits.
+Every row has the median time, the limit that the device's ceilings set (bytes and FLOP, measured, and
+exponentials, computed from the peak clock, whichever is largest) and their ratio. Times lie between two
+events on the GPU: where a library's host code takes longer than its kernels, its row shows that. "NCHW" rows
+start from and end in the detector's layout; "given" rows get q, k, v in the layout the library wants, for
+free. On a CPU the NumPy reference is timed, without peers and limits.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def run(arguments) -> int:
     dtype = next(d for d in DTYPES if d.name == name)
     default = DEFAULT_SHAPES if machine.on_gpu else CPU_SHAPES
     shapes = parse_shapes(default if arguments.shapes is None else arguments.shapes)
-    rates = ceilings.measure(machine, dtype) if machine.on_gpu else None
+    rates = _measured_rates(console, machine, dtype) if machine.on_gpu else None
     tasks = [task for shape in shapes for task in _tasks(machine, shape, dtype, arguments)]
     rows, refusals = _run(console, machine, tasks, rates)
     for shape in shapes:
@@ -86,11 +87,20 @@ def run(arguments) -> int:
     return int(any(refusal.startswith("psa_cupy") for refusal in refusals))
 
 
+def _measured_rates(console: Console, machine: Machine, dtype: np.dtype) -> ceilings.Rates | None:
+    """The device's ceilings; None, saying so, where CuPy lacks a library or the device memory for them."""
+    try:
+        return ceilings.measure(machine, dtype)
+    except Exception as error:  # the times are worth having without limits
+        console.print(f"no limits: {_reason(error)}", highlight=False, markup=False)
+        return None
+
+
 def _require_possible(arguments) -> None:
     """Stop at once at what would only show after minutes of timing."""
     if not 1 <= arguments.key_dim <= MAX_KEY_DIM:
         raise SystemExit(f"bench: --key-dim is {arguments.key_dim}, expected 1 to {MAX_KEY_DIM}")
-    if arguments.json and not arguments.json.parent.is_dir():
+    if arguments.json and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         raise SystemExit(f"bench: --json is {arguments.json}, expected a file in a folder that exists")
 
 
@@ -146,10 +156,15 @@ def _run(console, machine, tasks, rates):
             try:
                 rows.append(_measure(machine, task, rates))
             except Exception as error:  # a peer that refuses a shape must not end the run
-                reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
-                refusals.append(f"{task.name} {task.shape.bench_shape} {task.work}: not measured: {reason}")
+                what = f"{task.name} {task.shape.bench_shape} {task.work}"
+                refusals.append(f"{what}: not measured: {_reason(error)}")
             progress.advance(bar)
     return rows, refusals
+
+
+def _reason(error: Exception) -> str:
+    """One line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
 
 
 def _measure(machine: Machine, task: _Task, rates) -> Row:

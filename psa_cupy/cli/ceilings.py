@@ -1,4 +1,4 @@
-"""What a GPU can do at most: measured rates, and the time they allow attention to take."""
+"""What a GPU can do at most, and the time that allows attention to take."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _CLOCK_RATE = 13
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured ceilings of one device."""
+    """Ceilings of one device."""
 
     bytes_per_second: float
-    """Of a large device-to-device copy, read and written bytes both counted."""
+    """Measured: of a large device-to-device copy, read and written bytes both counted."""
     flop_per_second: float
-    """Of a large matrix product; float32: a third of the 16-bit rate's half, as three TF32 products."""
+    """Measured: of a large matrix product, in float16 for 16-bit types; float32: a third of half of that, as
+    three TF32 products."""
     exponentials_per_second: float
+    """Computed: what the special-function units do at the peak clock."""
 
 
 def measure(machine: Machine, dtype: np.dtype) -> Rates:

@@ -19,7 +19,9 @@ _PACKAGES = (
     "ml_dtypes",
     "cupy-cuda13x",
     "cupy-cuda12x",
+    "cupy",
     "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
     "torch",
 )
 
@@ -42,9 +44,7 @@ def run(arguments) -> int:
 def _software():
     yield "psa_cupy", psa_cupy.__version__
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
-    installed = installed_versions(_PACKAGES)
-    for package in _PACKAGES:
-        yield package, installed.get(package, "not installed")
+    yield from installed_versions(_PACKAGES).items()
     yield "kernels_cu", str(kernels_folder())
 
 

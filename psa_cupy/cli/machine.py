@@ -98,16 +98,22 @@ def find_machine() -> Machine:
     """The GPU if CuPy and a GPU are there, otherwise the CPU, with a hint why."""
     if find_spec("cupy") is None:
         return _cpu(_hint_without_cupy())
-    import cupy
-
+    try:
+        import cupy
+    except ImportError as error:  # a CUDA library of another release, or none
+        return _cpu(f"CuPy is installed, but cannot be imported ({_first_line(error)}).")
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return _cpu(f"CuPy is installed, but finds no usable GPU ({error}).")
+        return _cpu(f"CuPy is installed, but finds no usable GPU ({_first_line(error)}).")
     if count == 0:
         return _cpu("CuPy is installed, but finds no GPU.")
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     return Machine(cupy, True, name, hint="")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _cpu(hint: str) -> Machine:

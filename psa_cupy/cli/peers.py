@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -34,10 +33,11 @@ class Peer:
 def available(cp) -> Iterator[Peer]:
     """The peers that are installed."""
     yield Peer("CuPy matmul and softmax", "NCHW", _make_cupy)
-    if importlib.util.find_spec("torch") is None:
+    try:
+        import torch
+        import torch.nn.attention  # from 2.3 on
+    except (ImportError, OSError):  # none, too old, or one whose libraries are missing
         return
-    import torch
-
     if not torch.cuda.is_available():
         return
     both = ("forward", "both")
