@@ -94,6 +94,8 @@ def _probabilities(xp, qkv, geometry: PSAGeometry, tokens: np.ndarray, scale: fl
 
 def _require_tokens(queries, count: int) -> np.ndarray:
     """The queries as an integer array, each 0 to count - 1."""
+    if isinstance(queries, np.ma.MaskedArray):
+        raise TypeError(f"{_NAME}: queries is a MaskedArray, expected a sequence of integers")
     try:
         tokens = queries.get() if is_cupy(queries) else np.asarray(queries)
     except ValueError:  # sequences of unequal lengths

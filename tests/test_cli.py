@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from psa_cupy import __main__ as command_line
+from psa_cupy import __main__ as command_line, launching
 from psa_cupy.cli import bench, check, demo, machine
 from psa_cupy.launching import cpu
 
@@ -116,14 +116,17 @@ def test_a_cupy_that_cannot_be_imported_is_a_hint(capsys, monkeypatch):
     assert "cannot be imported" in capsys.readouterr().out
 
 
-def test_check_goes_on_where_a_kernel_does_not_compile(capsys, monkeypatch, tmp_path):
-    """Each check says so; that they cannot be compiled together is not the end."""
-    monkeypatch.setattr(check, "_CPU_CASES", check._CPU_CASES[2:3])
-    monkeypatch.setenv("PSA_CUPY_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cpu, "compiler", lambda: "false")
-    monkeypatch.setenv("CXX", "false")
-    assert command_line.main(["check"]) == 1
-    assert "checks failed" in capsys.readouterr().out
+@needs_compiler
+def test_check_goes_on_where_kernels_cannot_be_compiled_together(capsys, monkeypatch):
+    """Each check says what it meets, so one bad kernel is not the end of the others."""
+
+    def precompile(self, plans):
+        raise RuntimeError("a kernel does not compile")
+
+    monkeypatch.setattr(check, "_CPU_CASES", check._CPU_CASES[3:4])
+    monkeypatch.setattr(launching.OnCpu, "precompile", precompile)
+    assert command_line.main(["check"]) == 0
+    assert "checks passed" in capsys.readouterr().out
 
 
 def test_bench_refuses_a_folder_before_timing(tmp_path):

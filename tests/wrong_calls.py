@@ -90,6 +90,11 @@ WRONG_CALLS = {
         TypeError,
         "attention_map: qkv is a MaskedArray, expected a NumPy or CuPy array",
     ),
+    "attention_map: masked queries": WrongCall(
+        lambda: psa_cupy.attention_map(QKV, 2, np.ma.masked_array([0, 1], mask=[True, False])),
+        TypeError,
+        "attention_map: queries is a MaskedArray, expected a sequence of integers",
+    ),
     "variable: a masked array": WrongCall(
         lambda: autograd.Variable(np.ma.masked_array(QKV, mask=True)),
         TypeError,

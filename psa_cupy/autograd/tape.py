@@ -208,6 +208,10 @@ class Tape:
 
     One thread at a time uses a tape; several threads may use one each.
 
+    CUDA graphs: what a tape frees on its way goes back to CuPy's memory pool, but a replay writes there
+    again. Capture a tape only with a memory pool of its own (`cupy.cuda.using_allocator`) that lives as long
+    as the graph.
+
     Examples
     --------
     >>> import numpy as np

@@ -14,6 +14,9 @@ import numpy as np
 _FLUSH_BYTES = 256 << 20
 """More than any GPU's L2: written between timed calls, so that each starts from device memory."""
 
+_BUDGET_SECONDS = 0.2
+"""How long a function is timed, roughly."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -29,19 +32,15 @@ class Machine:
         """A NumPy array on this machine's device."""
         return self.xp.asarray(array)
 
-    def median_seconds(self, function: Callable[[], object], budget_seconds: float = 0.2) -> float:
+    def median_seconds(self, function: Callable[[], object]) -> float:
         """The median time of a call, after warming up; on a GPU between events, with the L2 flushed."""
         function()
-        return (
-            self._gpu_median(function, budget_seconds)
-            if self.on_gpu
-            else _cpu_median(function, budget_seconds)
-        )
+        return self._gpu_median(function) if self.on_gpu else _cpu_median(function)
 
-    def host_seconds(self, function: Callable[[], object], calls: int = 20, rounds: int = 60) -> float:
+    def host_seconds(self, function: Callable[[], object]) -> float:
         """What a call costs the host, which does not wait for the GPU: the median of many short rounds."""
-        times = []
-        for _ in range(rounds):
+        times, calls = [], 20
+        for _ in range(60):
             self.xp.cuda.Device().synchronize()
             start = time.perf_counter()
             for _ in range(calls):
@@ -49,12 +48,12 @@ class Machine:
             times.append((time.perf_counter() - start) / calls)
         return statistics.median(times)
 
-    def _gpu_median(self, function, budget_seconds):
+    def _gpu_median(self, function):
         cp = self.xp
         flush = cp.empty(_FLUSH_BYTES, cp.int8)
         function()
         first = self._timed(function, flush)
-        repeats = int(min(200, max(10, budget_seconds / max(first, 1e-5))))
+        repeats = int(min(200, max(10, _BUDGET_SECONDS / max(first, 1e-5))))
         pairs = [(cp.cuda.Event(), cp.cuda.Event()) for _ in range(repeats)]
         for start, end in pairs:
             flush.fill(0)
@@ -74,9 +73,9 @@ class Machine:
         return self.xp.cuda.get_elapsed_time(start, end) / 1e3
 
 
-def _cpu_median(function, budget_seconds):
+def _cpu_median(function):
     times = []
-    while not times or (sum(times) < budget_seconds and len(times) < 20):
+    while not times or (sum(times) < _BUDGET_SECONDS and len(times) < 20):
         start = time.perf_counter()
         function()
         times.append(time.perf_counter() - start)

@@ -12,11 +12,10 @@ class ModelShape:
     models: str
     num_heads: int
     key_dim: int = 32
-    side: int = 20
 
     def qkv(self, batch: int, dtype: np.dtype, seed: int = 0) -> np.ndarray:
         """Unit-variance random qkv of this shape."""
-        return random_array((batch, self.num_heads * 4 * self.key_dim, self.side, self.side), dtype, seed)
+        return random_array((batch, self.num_heads * 4 * self.key_dim, 20, 20), dtype, seed)
 
 
 YOLO_SHAPES = (

@@ -170,8 +170,11 @@ def _forward(qkv, num_heads, key_dim, scale, out, lse, variant=None, prepare_as=
     geometry, expected = problem.geometry, specification(problem.geometry, problem.dtype)
 
     if where.is_reference and variant is None:
-        results = reference.psa_forward(qkv, num_heads, key_dim=geometry.key_dim, scale=problem.scale)
-        return PSAForward(*(_written(r, target) for r, target in zip(results, (out, lse), strict=True)))
+        return PSAForward(
+            *reference.psa_forward(
+                qkv, num_heads, key_dim=geometry.key_dim, scale=problem.scale, out=out, lse=lse
+            )
+        )
 
     out = where.empty(*expected["out"]) if out is None else out
     lse = where.empty(*expected["lse"]) if lse is None else lse
@@ -214,14 +217,6 @@ def _backward(
         others = [name for name in inputs if name != "qkv"]
         _remember(prepare_as, where.bound(plan), expected, others, targets=("d_qkv",))
     return d_qkv
-
-
-def _written(result, target):
-    """`result`, copied to the caller's target if there is one."""
-    if target is None:
-        return result
-    target[...] = result
-    return target
 
 
 _prepared: dict[tuple, _Prepared] = {}

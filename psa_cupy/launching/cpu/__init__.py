@@ -96,6 +96,6 @@ def run(
     _launch.run(plan, operands, checked=checked, render=render)
 
 
-def precompile(kernels: Iterable[Kernel], checked: bool = False, workers: int | None = None) -> None:
-    """Fills the cache: compiles many kernels, `workers` (by default, all processors) of them at a time."""
-    _compile.compile_all([source.render(kernel) for kernel in kernels], checked, workers)
+def precompile(kernels: Iterable[Kernel], checked: bool = False) -> None:
+    """Fills the cache: compiles many kernels, one on every processor at a time."""
+    _compile.compile_all([source.render(kernel) for kernel in kernels], checked)

@@ -120,13 +120,13 @@ def load(build, *arguments) -> ctypes.CDLL:
         return ctypes.CDLL(str(build(*arguments)))
 
 
-def compile_all(texts: Iterable[str], checked: bool, workers: int | None = None) -> None:
-    """Fills the cache with the libraries of many texts, several compilers at a time."""
+def compile_all(texts: Iterable[str], checked: bool) -> None:
+    """Fills the cache with the libraries of many texts, a compiler on every processor at a time."""
     texts = list(dict.fromkeys(texts))
     if not texts:
         return
     build_runtime()
-    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(lambda text: build_kernels(text, checked), texts):
             pass
 

@@ -153,7 +153,7 @@ def test_precompiled_kernels_are_found(folder, monkeypatch):
     from psa_cupy.launching.plan import Kernel
 
     monkeypatch.setattr(source, "render", lambda kernel: TEXT + f"// {kernel.entry}\n")
-    cpu.precompile([Kernel("test.cu", entry) for entry in "aba"], workers=2)
+    cpu.precompile([Kernel("test.cu", entry) for entry in "aba"])
     built = libraries(folder)
     assert len(built) == 3  # the runtime, a and b
     assert {build_kernels(TEXT + f"// {entry}\n", False) for entry in "ab"} < set(built)
