@@ -4,7 +4,8 @@ Every row has the median time, the limit that the device's ceilings set (bytes a
 exponentials, computed from the peak clock, whichever is largest) and their ratio. Times lie between two
 events on the GPU: where a library's host code takes longer than its kernels, its row shows that. "NCHW" rows
 start from and end in the detector's layout; "given" rows get q, k, v in the layout the library wants, for
-free. On a CPU the NumPy reference is timed, without peers and limits.
+free; plain CuPy, which cannot multiply bfloat16, gets float16. On a CPU the NumPy reference is timed, without
+peers and limits.
 """
 
 from __future__ import annotations
