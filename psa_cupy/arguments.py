@@ -6,6 +6,7 @@ They run before anything is launched or written. Nothing here knows a pass; size
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import sys
 from collections.abc import Mapping
@@ -97,12 +98,6 @@ def lse_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def nearest_finite(value: float, dtype: np.dtype) -> np.floating:
-    """The number as a kernel's argument: one past the dtype's range would be infinite, and 0 * inf NaN."""
-    largest = np.finfo(dtype).max
-    return dtype.type(np.clip(value, -largest, largest))
-
-
 def require_ndim(function: str, name: str, array, layout: tuple[str, ...]) -> tuple[int, ...]:
     """Check the number of dimensions against the names of the layout; returns the shape."""
     if array.ndim != len(layout):
@@ -169,11 +164,14 @@ def require_integer(function: str, name: str, value: object, low: int, high: int
     return number
 
 
-def softmax_scale(function: str, scale: object, key_dim: int) -> float:
-    """The softmax scale as a float: `key_dim ** -0.5` for None; any finite number, 0 and negative too."""
+def softmax_scale(function: str, scale: object, key_dim: int, dtype: np.dtype) -> float:
+    """The softmax scale as a float: `key_dim ** -0.5` for None; any number up to a limit, 0 and negative too.
+
+    The limit leaves the accumulator's range room for the scale times log2 e.
+    """
     if scale is None:
         return key_dim**-0.5
-    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
+    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, numbers.Real):
         raise TypeError(f"{function}: scale is a {type(scale).__name__}, expected a real number or None")
     try:
         value = float(scale)
@@ -181,4 +179,9 @@ def softmax_scale(function: str, scale: object, key_dim: int) -> float:
         value = math.inf if scale > 0 else -math.inf
     if not math.isfinite(value):
         raise ValueError(f"{function}: scale is {value}, expected a finite number or None")
+    largest = 1e307 if dtype == np.float64 else 1e38
+    if abs(value) > largest:
+        raise ValueError(
+            f"{function}: scale is {value}, expected at most {largest} in size for {dtype} arrays"
+        )
     return value

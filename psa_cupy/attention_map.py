@@ -66,7 +66,7 @@ def attention_map(qkv, num_heads, queries, *, key_dim=None, scale=None):
     require_arrays(_NAME, {"qkv": qkv})
     dtype = require_dtype(_NAME, "qkv", qkv)
     geometry = PSAGeometry.from_qkv(_NAME, qkv.shape, num_heads, key_dim)
-    scale = softmax_scale(_NAME, scale, geometry.key_dim)
+    scale = softmax_scale(_NAME, scale, geometry.key_dim, dtype)
     tokens = _require_tokens(queries, geometry.tokens)
     if not is_cupy(qkv):
         return _probabilities(np, qkv, geometry, tokens, scale, dtype)
@@ -104,7 +104,7 @@ def _require_tokens(queries, count: int) -> np.ndarray:
         raise ValueError(f"{_NAME}: queries has shape {tokens.shape}, expected 1 dimension")
     if tokens.size == 0:
         return np.zeros(0, np.intp)
-    if not np.issubdtype(tokens.dtype, np.integer):  # an integer past 64 bits makes an array of objects
+    if tokens.dtype.kind not in "iu":  # an integer past 64 bits makes an array of objects
         raise TypeError(f"{_NAME}: queries has dtype {tokens.dtype}, expected integers")
     if (outside := tokens[(tokens < 0) | (tokens >= count)]).size:
         raise ValueError(

@@ -200,6 +200,31 @@ WRONG_CALLS = {
         ValueError,
         "flash_attention_forward: scale is inf, expected a finite number or None",
     ),
+    "forward: scale past float32": WrongCall(
+        forward(scale=1.1e38),
+        ValueError,
+        "psa_forward: scale is 1.1e+38, expected at most 1e+38 in size for float32 arrays",
+    ),
+    "forward: scale near float64's end": WrongCall(
+        lambda: psa_cupy.psa_forward(QKV.astype(np.float64), 2, scale=-1e308),
+        ValueError,
+        "psa_forward: scale is -1e+308, expected at most 1e+307 in size for float64 arrays",
+    ),
+    "flash: scale past float32": WrongCall(
+        flash(scale=-1e39),
+        ValueError,
+        "flash_attention_forward: scale is -1e+39, expected at most 1e+38 in size for float32 arrays",
+    ),
+    "attention_map: scale past float32": WrongCall(
+        lambda: psa_cupy.attention_map(QKV, 2, [0], scale=1e39),
+        ValueError,
+        "attention_map: scale is 1e+39, expected at most 1e+38 in size for float32 arrays",
+    ),
+    "attention_map: timedeltas as queries": WrongCall(
+        lambda: psa_cupy.attention_map(QKV, 2, np.array([0, 1], "m8[s]")),
+        TypeError,
+        "attention_map: queries has dtype timedelta64[s], expected integers",
+    ),
     "forward: scale str": WrongCall(
         forward(scale="1"), TypeError, "psa_forward: scale is a str, expected a real number or None"
     ),

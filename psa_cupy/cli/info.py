@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import platform
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 import psa_cupy
 from psa_cupy.cli.machine import find_machine, installed_versions
 from psa_cupy.launching import cpu
@@ -31,13 +27,11 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments) -> int:
-    """Print the table; always returns 0."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")  # a path must come whole
-    for name, value in (*_software(), *_device(), *_cpu_execution()):
-        table.add_row(name, Text(value))  # not markup: ".[cuda13x]" has brackets
-    Console().print(table)
+    """Print a line for each; always returns 0."""
+    lines = (*_software(), *_device(), *_cpu_execution())
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:  # plain text, unbroken: a path must come whole, and ".[cuda13x]" has brackets
+        print(f"{name:{width}}  {value}")
     return 0
 
 
@@ -67,8 +61,13 @@ def _device():
 
 
 def _cpu_execution():
-    yield "C++ compiler", cpu.compiler() or "none found: kernels cannot be run on the CPU; install g++"
+    yield "C++ compiler", _answer(cpu.compiler) or "none found: kernels cannot be run on the CPU; install g++"
+    yield "CPU kernel cache", str(_answer(cpu.cache_folder))
+
+
+def _answer(question):
+    """What it answers, or its error: a bug report needs the rest all the more."""
     try:
-        yield "CPU kernel cache", str(cpu.cache_folder())
-    except RuntimeError as error:  # no home: a bug report needs the rest all the more
-        yield "CPU kernel cache", str(error)
+        return question()
+    except (RuntimeError, ValueError) as error:
+        return str(error)

@@ -72,5 +72,5 @@ def _problem(
     geometry = PSAGeometry.from_qkv(function, qkv.shape, num_heads, key_dim)
     if halves:
         geometry.require_halves(function)
-    scale = softmax_scale(function, scale, geometry.key_dim)
+    scale = softmax_scale(function, scale, geometry.key_dim, dtype)
     return PSAProblem(geometry, dtype, scale, accumulate=accumulate, branch=branch)

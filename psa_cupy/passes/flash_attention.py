@@ -15,7 +15,6 @@ import numpy as np
 from psa_cupy import reference
 from psa_cupy.arguments import (
     lse_dtype,
-    nearest_finite,
     require_disjoint,
     require_dtype,
     require_ndim,
@@ -59,7 +58,8 @@ def flash_attention_forward(q, k, v, *, scale=None) -> FlashAttentionForward:
     v : array, (BH, Nk, Dv)
         dtype of q; Dv is 1 to 256, independent of D.
     scale : float, optional
-        Softmax scale; `D ** -0.5` by default. 0 and negative numbers are allowed.
+        Softmax scale; `D ** -0.5` by default. Any number up to 1e38 in size (float64 arrays: 1e307), 0
+        and negative ones, too.
 
     Returns
     -------
@@ -248,7 +248,8 @@ def _problem(function: str, q, k, v, scale) -> FlashProblem:
             raise ValueError(
                 f"{function}: {name} has shape {array.shape}, expected a last dimension from 1 to {most}"
             )
-    return FlashProblem(bh, queries, keys, key_dim, value_dim, dtype, softmax_scale(function, scale, key_dim))
+    scale = softmax_scale(function, scale, key_dim, dtype)
+    return FlashProblem(bh, queries, keys, key_dim, value_dim, dtype, scale)
 
 
 @dataclass(frozen=True)
@@ -365,8 +366,8 @@ def _kernel(problem: FlashProblem, layout: _Layout, tile: _Tile, file: str, entr
 def _sizes(problem: FlashProblem, layout: _Layout) -> tuple[np.generic, ...]:
     """The arguments that end every kernel's list: token counts, strides and the scale."""
     strides = (layout.q_stride, layout.k_stride, layout.v_stride, layout.o_stride)
-    scale = nearest_finite(problem.scale, problem.real)
-    return (np.int32(problem.queries), np.int32(problem.keys), *map(np.int64, strides), scale)
+    tokens = (np.int32(problem.queries), np.int32(problem.keys))
+    return (*tokens, *map(np.int64, strides), problem.real.type(problem.scale))
 
 
 def _blocks(problem: FlashProblem, tokens: int, tile: _Tile) -> tuple[int, int, int]:

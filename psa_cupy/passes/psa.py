@@ -51,7 +51,8 @@ def psa_forward(qkv, num_heads, *, key_dim=None, scale=None, out=None, lse=None)
         1 to 128. By default a quarter of a head's channels, so that value_dim = 2*key_dim; given, the
         rest of a head's channels, at most 256, is value_dim.
     scale : float, optional
-        Softmax scale; `key_dim ** -0.5` by default. 0 and negative numbers are allowed.
+        Softmax scale; `key_dim ** -0.5` by default. Any number up to 1e38 in size (float64 arrays: 1e307), 0
+        and negative ones, too.
     out, lse : array, optional
         Arrays to write the results to: C-contiguous, of the results' shapes and dtypes, apart from each
         other and from qkv.

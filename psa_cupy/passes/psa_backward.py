@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psa_cupy.arguments import lse_dtype, nearest_finite
+from psa_cupy.arguments import lse_dtype
 from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch
 from psa_cupy.passes.descriptor import PSAProblem
@@ -120,7 +120,8 @@ def _launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys
     tiles = ceil_divide(geometry.tokens, tile.tokens)
     tiles_per_block = _tiles_per_block(tiles, geometry.bh, device, tile) if tile.resident else tile.warps
     blocks_per_head = ceil_divide(tiles, tiles_per_block)
-    real, scale = lse_dtype(problem.dtype), problem.scale
+    real = lse_dtype(problem.dtype).type
+    scale = problem.scale
     # The softmax of one score is 1, exactly: the kernel is told a score of 0 (and the rows, an lse of 0).
     scale_log2 = scale * math.log2(math.e) if geometry.tokens > 1 else 0.0
     return Launch(
@@ -138,8 +139,8 @@ def _launch(problem: PSAProblem, device: Device, rows: Scratch, tile: Tile, keys
             np.int32(geometry.tokens),
             np.int32(blocks_per_head),
             np.int32(tiles_per_block),
-            nearest_finite(scale_log2, real),
-            nearest_finite(scale, real),
+            real(scale_log2),
+            real(scale),
         ),
         shared_bytes=_shared_bytes(problem, tile, keys),
     )

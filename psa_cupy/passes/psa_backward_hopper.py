@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from psa_cupy.arguments import nearest_finite
 from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch, TensorMap
 from psa_cupy.passes.descriptor import PSAProblem
@@ -133,7 +132,7 @@ def plan(problem: PSAProblem, device: Device) -> Plan:
             np.int32(heads_per_wave),
             np.int32(tiles_per_block),
             np.int32(geometry.tokens),
-            nearest_finite(problem.scale, np.dtype(np.float32)),
+            np.float32(problem.scale),
             scale_log2,
             *log2_e,
         ),
@@ -164,7 +163,7 @@ def _factors(scale: float) -> tuple[np.float32, tuple[np.float32, np.float32]]:
     error proportional to the scores. Where the rounded product has lost digits, or scale is 0, lse takes
     log2 e itself.
     """
-    scale_log2 = nearest_finite(scale * math.log2(math.e), np.dtype(np.float32))
+    scale_log2 = np.float32(scale * math.log2(math.e))
     factor = float(scale_log2) / scale if abs(scale_log2) > 1e-30 else math.log2(math.e)
     high = np.float32(factor)
     return scale_log2, (high, np.float32(factor - float(high)))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from psa_cupy.arguments import nearest_finite
 from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan
 from psa_cupy.passes.descriptor import PSAProblem
@@ -145,7 +144,7 @@ def plan_with(tile: Tile, splits: int, problem: PSAProblem) -> Plan:
             Operand("lse"),
             np.int32(geometry.tokens),
             np.int32(splits),
-            nearest_finite(problem.scale * math.log2(math.e), np.dtype(np.float32)),
+            np.float32(problem.scale * math.log2(math.e)),
         ),
         shared_bytes=shared_bytes(tile, geometry),
     )

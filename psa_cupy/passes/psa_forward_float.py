@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psa_cupy.arguments import nearest_finite
 from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan
 from psa_cupy.passes.descriptor import PSAProblem
@@ -102,7 +101,7 @@ def plan_with(tile: Tile, problem: PSAProblem) -> Plan:
             Operand("lse"),
             np.int32(geometry.tokens),
             np.int32(_splits(tile, geometry)),
-            nearest_finite(problem.scale * math.log2(math.e), problem.dtype),
+            problem.dtype.type(problem.scale * math.log2(math.e)),
         ),
         shared_bytes=shared_bytes(tile, geometry, problem.dtype),
     )

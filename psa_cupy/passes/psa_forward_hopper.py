@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from psa_cupy.arguments import nearest_finite
 from psa_cupy.geometry import PSAGeometry, ceil_divide, round_up
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, TensorMap
 from psa_cupy.passes.descriptor import PSAProblem
@@ -134,7 +133,7 @@ def plan_with(tuning: Tuning, problem: PSAProblem) -> Plan:
                     Operand("lse"),
                     np.int32(geometry.tokens),
                     np.uint32((2**32 - 1) // tiles),
-                    nearest_finite(problem.scale * math.log2(math.e), np.dtype(np.float32)),
+                    np.float32(problem.scale * math.log2(math.e)),
                 ),
                 shared_bytes=_shared_bytes(tuning, geometry),
             ),

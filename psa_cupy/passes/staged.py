@@ -41,7 +41,8 @@ def psa_forward_staged(qkv, num_heads, *, key_dim=None, scale=None, out=None, ls
     key_dim : int, optional
         1 to 128; a quarter of a head's channels, and nothing else.
     scale : float, optional
-        Softmax scale; `key_dim ** -0.5` by default. 0 and negative numbers are allowed.
+        Softmax scale; `key_dim ** -0.5` by default. Any number up to 1e38 in size (float64 arrays: 1e307), 0
+        and negative ones, too.
     out, lse : array, optional
         Arrays to write the results to: C-contiguous, of the results' shapes and dtypes, apart from each
         other and from qkv.

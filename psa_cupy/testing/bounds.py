@@ -41,6 +41,7 @@ from psa_cupy.arguments import (
     require_dtype,
     require_ndim,
     require_shape,
+    softmax_scale,
 )
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.passes.checks import specification
@@ -119,8 +120,8 @@ def attention_forward_ratios(q, k, v, o, lse, *, scale=None) -> dict[str, float]
     True
 
     """
-    _check_attention("attention_forward_ratios", q=q, k=k, v=v, o=o, lse=lse)
-    return _judged(lambda rounding: _forward_ratios(q, k, v, o, lse, _scale(scale, q), rounding), q, k, v)
+    scale = _check_attention("attention_forward_ratios", scale, q=q, k=k, v=v, o=o, lse=lse)
+    return _judged(lambda rounding: _forward_ratios(q, k, v, o, lse, scale, rounding), q, k, v)
 
 
 def attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, *, scale=None) -> dict[str, float]:
@@ -152,9 +153,9 @@ def attention_backward_ratios(d_o, q, k, v, d_q, d_k, d_v, *, scale=None) -> dic
     True
 
     """
-    _check_attention("attention_backward_ratios", d_o=d_o, q=q, k=k, v=v, d_q=d_q, d_k=d_k, d_v=d_v)
-    arrays = (d_o, q, k, v, d_q, d_k, d_v)
-    return _judged(lambda rounding: _backward_ratios(*arrays, None, _scale(scale, q), rounding), q, k, v)
+    arrays = {"d_o": d_o, "q": q, "k": k, "v": v, "d_q": d_q, "d_k": d_k, "d_v": d_v}
+    scale = _check_attention("attention_backward_ratios", scale, **arrays)
+    return _judged(lambda rounding: _backward_ratios(*arrays.values(), None, scale, rounding), q, k, v)
 
 
 def psa_forward_ratios(qkv, out, lse, num_heads, *, key_dim=None, scale=None) -> dict[str, float]:
@@ -185,7 +186,7 @@ def psa_forward_ratios(qkv, out, lse, num_heads, *, key_dim=None, scale=None) ->
     True
 
     """
-    _check_block("psa_forward_ratios", num_heads, key_dim, qkv=qkv, out=out, lse=lse)
+    scale = _check_block("psa_forward_ratios", num_heads, key_dim, scale, qkv=qkv, out=out, lse=lse)
     q, k, v = split_qkv(qkv, num_heads, key_dim)
     return attention_forward_ratios(
         *(q, k, v, tokens_first(out, num_heads), lse.reshape(q.shape[:2])), scale=scale
@@ -226,11 +227,12 @@ def psa_backward_ratios(
 
     """
     given = {} if d_v_branch is None else {"d_v_branch": d_v_branch}
-    _check_block("psa_backward_ratios", num_heads, key_dim, qkv=qkv, d_out=d_out, d_qkv=d_qkv, **given)
+    arrays = {"qkv": qkv, "d_out": d_out, "d_qkv": d_qkv, **given}
+    scale = _check_block("psa_backward_ratios", num_heads, key_dim, scale, **arrays)
     q, k, v = split_qkv(qkv, num_heads, key_dim)
     arrays = (tokens_first(d_out, num_heads), q, k, v, *split_qkv(d_qkv, num_heads, q.shape[2]))
     branch = None if d_v_branch is None else tokens_first(d_v_branch, num_heads)
-    return _judged(lambda rounding: _backward_ratios(*arrays, branch, _scale(scale, q), rounding), q, k, v)
+    return _judged(lambda rounding: _backward_ratios(*arrays, branch, scale, rounding), q, k, v)
 
 
 def absolute_ratio(result, exact, direction: str) -> float:
@@ -340,7 +342,8 @@ def _forward_ratios(q, k, v, o, lse, scale: float, rounding: _Rounding) -> dict:
     if k.shape[1] == 0:  # a sum over no keys
         return {"o": _exactly(o, 0), "lse": _exactly(lse, -xp.inf)}
     most_score, most_lse, lse_error = xp.zeros((3, q.shape[0]))
-    norms = _Norms(o)
+    comparable = _finite_heads(q, k, v)
+    norms = _Norms(o, comparable)
     for heads, row_slices in _tiles(q, k):
         keys, values = _float64(k[heads]), _float64(v[heads])
         for rows in row_slices:
@@ -352,7 +355,7 @@ def _forward_ratios(q, k, v, o, lse, scale: float, rounding: _Rounding) -> dict:
     lse_bound = _accumulator_roundoff(o.dtype) * (24 + 4 * most_score + 2 * most_lse)
     return {
         "o": norms.ratios(most_score),
-        "lse": _ratios(lse_error, lse_bound, comparable=xp.isfinite(most_score)),
+        "lse": _ratios(lse_error, lse_bound, comparable),
     }
 
 
@@ -362,7 +365,8 @@ def _backward_ratios(d_o, q, k, v, d_q, d_k, d_v, branch, scale: float, rounding
         return {"d_q": _exactly(d_q, 0), "d_k": _exactly(d_k, 0), "d_v": _exactly(d_v, 0)}
     xp = _namespace(q)
     most_score, every = xp.zeros(q.shape[0]), slice(None)
-    d_q_norms, d_k_norms, d_v_norms = _Norms(d_q), _Norms(d_k), _Norms(d_v)
+    comparable = _finite_heads(d_o, q, k, v, *(() if branch is None else (branch,)))
+    d_q_norms, d_k_norms, d_v_norms = (_Norms(result, comparable) for result in (d_q, d_k, d_v))
     for heads, row_slices in _tiles(q, k):
         keys, values = _float64(k[heads]), _float64(v[heads])
         # Each (exact, yardstick, magnitude), added up over the queries.
@@ -407,36 +411,33 @@ def _score_gradients(tile: _Tile, d_rows, values, rounding: _Rounding):
 class _Norms:
     """Squares, by token, of one result's error, the yardstick's, x* and X; norms over runs of tokens."""
 
-    def __init__(self, result):
-        self._xp, self._dtype = _namespace(result), result.dtype
+    def __init__(self, result, comparable):
+        self._xp, self._dtype, self._comparable = _namespace(result), result.dtype, comparable
         bh, tokens, channels = result.shape
         self._runs = _runs(tokens, channels)
         self._squares = self._xp.zeros((4, bh, tokens))
-        self._finite = self._xp.ones(bh, bool)
 
     def add(self, heads, rows, result, exact, yardstick, magnitude) -> None:
         """Set what is known of some rows of some heads."""
         parts = (_float64(result) - exact, yardstick - exact, exact, magnitude)
         for squares, part in zip(self._squares, parts, strict=True):
             squares[heads, rows] = (part * part).sum(axis=2)
-        self._finite[heads] &= self._xp.isfinite(exact).all(axis=(1, 2))
 
     def ratios(self, most_score):
-        """Error / bound of each head's worst run; 0 where scores or x* are not finite."""
-        comparable = self._finite & self._xp.isfinite(most_score)
-        worst = self._xp.zeros(comparable.shape)
+        """Error / bound of each head's worst run."""
+        worst = self._xp.zeros(self._comparable.shape)
         for run in self._runs:
-            worst = self._xp.maximum(worst, self._run_ratios(run, most_score, comparable))
+            worst = self._xp.maximum(worst, self._run_ratios(run, most_score))
         return worst
 
-    def _run_ratios(self, run: slice, most_score, comparable):
+    def _run_ratios(self, run: slice, most_score):
         error, yardstick, exact, magnitude = self._xp.sqrt(self._squares[:, :, run].sum(axis=2))
         bound = (
             1.5 * yardstick
             + unit_roundoff(self._dtype) * exact / 4
             + _accumulator_roundoff(self._dtype) * (8 + 4 * most_score) * magnitude
         )
-        return _ratios(error, bound, comparable)
+        return _ratios(error, bound, self._comparable)
 
 
 def _runs(tokens: int, channels: int) -> list[slice]:
@@ -449,8 +450,11 @@ def _runs(tokens: int, channels: int) -> list[slice]:
 # ---- small helpers
 
 
-def _check_attention(function: str, **arrays) -> None:
-    """Check arrays by their names in attention: broadcasting would judge results by the wrong elements."""
+def _check_attention(function: str, scale, **arrays) -> float:
+    """Check arrays by their names in attention: broadcasting would judge results by the wrong elements.
+
+    Returns the scale, checked too.
+    """
     require_arrays(function, arrays)
     dtype = require_dtype(function, "q", arrays["q"])
     bh, queries, key_dim = require_ndim(function, "q", arrays["q"], ("BH", "Nq", "D"))
@@ -462,18 +466,26 @@ def _check_attention(function: str, **arrays) -> None:
     for name, array in arrays.items():
         require_dtype(function, name, array, lse_dtype(dtype) if name == "lse" else dtype)
         require_shape(function, name, array, shapes[name])
+    return softmax_scale(function, scale, key_dim, dtype)
 
 
-def _check_block(function: str, num_heads, key_dim, **arrays) -> None:
+def _check_block(function: str, num_heads, key_dim, scale, **arrays) -> float:
     """The same by their names in the block."""
     require_arrays(function, arrays)
     dtype = require_dtype(function, "qkv", arrays["qkv"])
     geometry = PSAGeometry.from_qkv(function, arrays["qkv"].shape, num_heads, key_dim)
     expected = specification(geometry, dtype)
     for name, array in arrays.items():
-        shape, dtype = expected[name]
-        require_dtype(function, name, array, dtype)
-        require_shape(function, name, array, shape)
+        require_dtype(function, name, array, expected[name][1])
+        require_shape(function, name, array, expected[name][0])
+    return softmax_scale(function, scale, geometry.key_dim, dtype)
+
+
+def _finite_heads(*inputs):
+    """Whether all inputs of a head are finite. (If they are too large even for float64, nothing passes.)"""
+    xp = _namespace(inputs[0])
+    finite = [xp.isfinite(_float64(array)).all(axis=(1, 2)) for array in inputs]
+    return xp.stack(finite).all(axis=0)
 
 
 def _ratios(error, bound, comparable):
@@ -508,10 +520,6 @@ def _tiles(q, k):
 
 def _accumulator_roundoff(dtype) -> float:
     return 2.0**-53 if dtype == np.float64 else 2.0**-24
-
-
-def _scale(scale, q) -> float:
-    return q.shape[2] ** -0.5 if scale is None else float(scale)
 
 
 def _float64(array):

@@ -51,11 +51,20 @@ def compiler() -> str | None:
     """The C++ compiler as a command: the environment's CXX, else g++, else c++.
 
     None if there is none, or the system is not Linux: signals, guard pages and libraries are used its way.
+
+    Raises
+    ------
+    ValueError
+        If CXX is no command.
+
     """
     if sys.platform != "linux":
         return None
-    for command in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]:
-        program, *options = shlex.split(command)
+    for command in [os.environ["CXX"]] if os.environ.get("CXX", "").strip() else ["g++", "c++"]:
+        try:
+            program, *options = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"psa_cupy: the environment variable CXX is {command!r}: {error}") from None
         if path := shutil.which(program):
             return shlex.join([path, *options])
     return None
@@ -71,11 +80,11 @@ def cache_folder() -> pathlib.Path:
         them could be another user's.)
 
     """
-    if chosen := os.environ.get("PSA_CUPY_CACHE_DIR"):
-        return pathlib.Path(chosen).expanduser()
+    chosen = os.environ.get("PSA_CUPY_CACHE_DIR")
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return pathlib.Path(users).expanduser() / "psa_cupy"
+        folder = pathlib.Path(chosen) if chosen else pathlib.Path(users, "psa_cupy")
+        return folder.expanduser().absolute()  # a library's name without a folder is looked for elsewhere
     except RuntimeError:
         raise RuntimeError(f"cpu_kernels: no home folder for the cache of kernels; {_NAME_ANOTHER}") from None
 

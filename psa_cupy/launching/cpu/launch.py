@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ _ALIGNMENT = 16
 
 _LOCK = threading.Lock()
 """The runtime runs one launch at a time: its fibers belong to one thread."""
+if hasattr(os, "register_at_fork"):  # a child must not begin in the middle of another thread's launch
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 class _OperandRequest(ctypes.Structure):

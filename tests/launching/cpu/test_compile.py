@@ -36,6 +36,23 @@ def test_the_cache_folder(monkeypatch):
     assert cpu.cache_folder() == pathlib.Path.home() / ".cache/psa_cupy"
     monkeypatch.setenv("PSA_CUPY_CACHE_DIR", "/else/where")
     assert cpu.cache_folder() == pathlib.Path("/else/where")
+    monkeypatch.setenv("PSA_CUPY_CACHE_DIR", ".")  # a library named without a folder would not be found
+    assert cpu.cache_folder() == pathlib.Path.cwd()
+    monkeypatch.setenv("PSA_CUPY_CACHE_DIR", "~no-such-user/kernels")
+    with pytest.raises(RuntimeError, match="PSA_CUPY_CACHE_DIR"):
+        cpu.cache_folder()
+
+
+def test_the_compiler_named_in_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "  ")
+    blank = cpu.compiler()
+    monkeypatch.delenv("CXX")
+    assert blank == cpu.compiler()
+    monkeypatch.setenv("CXX", "g++ 'x")
+    with pytest.raises(ValueError, match='environment variable CXX is "g\\+\\+ \'x"'):
+        cpu.compiler()
+    assert command_line.main(["info"]) == 0  # the bug report has it
+    assert "CXX" in capsys.readouterr().out
 
 
 def test_without_a_compiler_the_error_says_what_to_install(folder, monkeypatch):

@@ -222,3 +222,33 @@ def test_a_wrong_word_in_the_environment(monkeypatch):
         [sys.executable, "-c", "import psa_cupy.launching.cpu"], capture_output=True, text=True, check=False
     )
     assert "PSA_CUPY_CPU_KERNELS is 'yes', expected 1, checked or 0" in result.stderr
+
+
+def test_a_fork_waits_for_another_threads_launch():
+    """Else the child inherits a lock that nobody in it will ever release."""
+    program = """if True:
+        import os, threading
+        import numpy as np, psa_cupy
+
+        qkv = np.ones((1, 16, 4, 4), np.float32)
+        started, stop = threading.Event(), threading.Event()
+
+        def launches():
+            with psa_cupy.cpu_kernels(checked=True):
+                while not stop.is_set():
+                    psa_cupy.psa_forward(qkv, 1)
+                    started.set()
+
+        thread = threading.Thread(target=launches)
+        thread.start()
+        started.wait()
+        for _ in range(5):
+            if (child := os.fork()) == 0:
+                with psa_cupy.cpu_kernels():
+                    ok = np.isfinite(psa_cupy.psa_forward(qkv, 1).out).all()
+                os._exit(0 if ok else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        stop.set()
+        thread.join()
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
