@@ -1,5 +1,7 @@
 """The bounds accept the flash formula, computed in the dtype, and reject the mistakes that kernels make."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -276,6 +278,15 @@ def test_a_head_that_is_not_finite_is_not_compared_but_the_others_are():
     assert testing.psa_backward_ratios(np.ones_like(out), qkv, d_qkv, 3)["d_v"] == np.inf
 
 
+def test_inputs_past_float64_let_nothing_pass():
+    """The exact result is not a number then, and whatever stands there was not judged."""
+    q, k, v = (normal((1, 5, 4), np.float64, i) * 1e200 for i in range(3))
+    o = np.zeros((1, 5, 4))
+    assert testing.attention_forward_ratios(q, k, v, o, o[..., 0].copy()) == {"o": np.inf, "lse": np.inf}
+    ratios = testing.attention_backward_ratios(v, q, k, v, o, o, o)
+    assert ratios == {"d_q": np.inf, "d_k": np.inf, "d_v": np.inf}
+
+
 def test_exact_zeros_must_be_zero():
     """With scale 0 nothing reaches q and k."""
     q, k, v, d_o = (normal((1, 9, 4), np.float32, i) for i in range(4))
@@ -422,6 +433,21 @@ O_OF_HEAD, LSE_OF_HEAD = psa_cupy.flash_attention_forward(HEAD, HEAD, HEAD)
             lambda: testing.attention_backward_ratios(HEAD, HEAD, HEAD, HEAD, HEAD, HEAD[:1], HEAD),
             ValueError,
             "attention_backward_ratios: d_k has shape",
+        ),
+        (
+            lambda: testing.attention_forward_ratios(HEAD, HEAD, HEAD, O_OF_HEAD, LSE_OF_HEAD, scale=np.nan),
+            ValueError,
+            "attention_forward_ratios: scale is nan",
+        ),
+        (
+            lambda: testing.attention_backward_ratios(*[HEAD] * 7, scale=True),
+            TypeError,
+            "attention_backward_ratios: scale is a bool",
+        ),
+        (
+            lambda: testing.psa_backward_ratios(OUT, QKV, D_QKV, 2, scale=np.inf),
+            ValueError,
+            "psa_backward_ratios: scale is inf",
         ),
         (
             lambda: testing.psa_forward_ratios(QKV, OUT, LSE.astype(np.float16), 2),
@@ -582,7 +608,8 @@ def cube(x):
             ValueError,
             "rtol is inf, expected a positive",
         ),
-        (cube, lambda d, x: 7 * x, ARRAYS[:1], {"rtol": 0}, ValueError, "rtol is 0, expected a positive"),
+        (cube, lambda d, x: 7 * x, ARRAYS[:1], {"rtol": 0}, ValueError, "rtol is 0.0, expected a positive"),
+        (cube, lambda d, x: 0 * x, ARRAYS[:1], {"rtol": 1.0}, ValueError, "rtol is 1.0, expected a positive"),
         (lambda x: x / 0, lambda d, x: d, ARRAYS[:1], {}, ValueError, "output 0 has NaN or infinity"),
         (
             cube,
@@ -603,12 +630,197 @@ def cube(x):
             "array 0 is of dtype complex64, expected an array of real",
         ),
         (lambda x: x > 0, cube, ARRAYS[:1], {}, TypeError, "output 0 has dtype bool, expected float64"),
+        (lambda x: (), lambda x: 7 * x, ARRAYS[:1], {}, ValueError, "the function gave no element, expected"),
+        (lambda x: [], lambda x: 7 * x, ARRAYS[:1], {}, ValueError, "the function gave no element, expected"),
+        (lambda x: x[:0], lambda d, x: 7 * x, ARRAYS[:1], {}, ValueError, "the function gave no element"),
+        (
+            cube,
+            lambda d, x: 7 * x,
+            [np.ones((0, 3))],
+            {},
+            ValueError,
+            "arrays is empty, expected at least one",
+        ),
+        (
+            lambda x, y: x * y.sum(),
+            lambda d, x, y: (None, y),
+            [np.ones(3), np.ones(0)],
+            {},
+            ValueError,
+            "backward gave no gradient, expected at least one with an element",
+        ),
+        (cube, cube, 1.5, {}, TypeError, "arrays is a float, expected a sequence of arrays"),
+        (cube, cube, np.ones(()), {}, TypeError, "arrays is a ndarray, expected a sequence of arrays"),
+        (cube, cube, None, {}, TypeError, "arrays is a NoneType, expected a sequence of arrays"),
+        *(
+            (cube, cube, [np.zeros(3, dtype)], {}, TypeError, rf"array 0 is of dtype .*{name}.*, expected an")
+            for dtype, name in {"M8[s]": "datetime", "m8[s]": "timedelta", "O": "object", "U3": "U3"}.items()
+        ),
+        (cube, cube, [np.zeros(3, [("a", "f4")])], {}, TypeError, r"array 0 is of dtype \[\('a', '<f4'\)\]"),
+        (cube, lambda d, x: x * 1j, ARRAYS[:1], {}, TypeError, "gradient 0 is of dtype complex128, expected"),
+        (
+            cube,
+            lambda d, x: x,
+            [np.ma.ones(3)],
+            {},
+            TypeError,
+            "array 0 is a MaskedArray, expected a NumPy or",
+        ),
+        (
+            cube,
+            lambda d, x: d,
+            [np.array([1, np.nan])],
+            {},
+            ValueError,
+            "array 0 has NaN or infinity, expected",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_gradcheck_refuses_what_would_check_nothing(forward, backward, arrays, options, error, message):
     with pytest.raises(error, match=f"^gradcheck: {message}"):
         gradcheck(forward, backward, arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        *((name, "a", TypeError, f"{name} is a str, expected") for name in ("eps", "rtol", "seed")),
+        *((name, None, TypeError, f"{name} is a NoneType, expected") for name in ("eps", "rtol", "seed")),
+        *((name, True, TypeError, f"{name} is a bool, expected") for name in ("eps", "rtol", "seed")),
+        *((name, 1j, TypeError, f"{name} is a complex, expected") for name in ("eps", "rtol", "seed")),
+        *((name, -1, ValueError, f"{name} is -1.*, expected") for name in ("eps", "rtol", "seed")),
+        *((name, np.nan, ValueError, f"{name} is nan, expected") for name in ("eps", "rtol")),
+        *((name, 10**400, ValueError, f"{name} is inf, expected") for name in ("eps", "rtol")),
+        ("seed", 1.5, TypeError, "seed is a float, expected an integer >= 0"),
+    ],
+)
+def test_gradcheck_takes_numbers(name, value, error, message):
+    with pytest.raises(error, match=f"^gradcheck: {message}"):
+        gradcheck(cube, lambda d, x: 3 * x * x * d, ARRAYS[:1], **{name: value})
+
+
+def test_gradcheck_takes_0d_arrays():
+    """Arithmetic on them answers with scalars; the functions get arrays all the same."""
+    kinds = set()
+
+    def forward(x):
+        kinds.add(type(x))
+        return x**2
+
+    for x in (np.array(3.0), np.float32(3)):
+        assert gradcheck(forward, lambda d, x: 2 * x * d, [x]) <= 1e-6
+        with pytest.raises(GradientError):
+            gradcheck(forward, lambda d, x: 2.001 * x * d, [x])
+    assert kinds == {np.ndarray}
+
+
+# What noise may hide, and what it may not
+
+SQUARE = normal((50, 50), np.float64, 0)
+
+
+@pytest.mark.parametrize("offset", [10.0**k for k in range(21)])
+@pytest.mark.parametrize("wrong", [0.0, 1.001, -1.0])
+@pytest.mark.filterwarnings("error")
+def test_gradcheck_passes_no_wrong_gradient_of_large_outputs(offset, wrong):
+    """However large: if rounding hides the error, it says so."""
+    for array, function, gradient in (
+        (SQUARE, lambda a: a + offset, lambda d, a: d),
+        (SQUARE, lambda a: a * a + offset, lambda d, a: 2 * a * d),
+        (SQUARE[:1, :3], lambda a: np.exp(a).sum() + offset, lambda d, a: d * np.exp(a)),
+    ):
+        with pytest.raises((GradientError, ValueError)) as caught:
+            gradcheck(function, lambda d, a, g=gradient: wrong * g(d, a), [array])
+        if caught.type is ValueError:
+            assert re.match("gradcheck: gradient 0 differs by .* use a larger eps", str(caught.value))
+
+
+def test_gradcheck_passes_nothing_off_by_more_than_twice_rtol():
+    """Along the direction, relative to the larger of the values and the gradient's norm."""
+    for offset in (0.0, 1e2, 1e3, 1e4, 1e5, 1e6):
+        for factor in (1e-5, 1e-4, 1e-3):
+            with pytest.raises((GradientError, ValueError)):
+                gradcheck(lambda a: a * a + offset, lambda d, a: 2 * a * d * (1 + factor), [SQUARE])  # noqa: B023
+
+
+def test_gradcheck_tells_with_a_larger_eps_or_without_the_constant():
+    """What its message advises helps."""
+    with pytest.raises(ValueError, match="use a larger eps, or take a constant off the outputs"):
+        gradcheck(lambda a: a * a + 1e8, lambda d, a: 2 * a * d, [SQUARE])
+    assert gradcheck(lambda a: a * a + 1e8, lambda d, a: 2 * a * d, [SQUARE], eps=1.0) <= 1e-6
+    assert gradcheck(lambda a: (a * a + 1e8) - 1e8, lambda d, a: 2 * a * d, [SQUARE], rtol=1e-3) <= 1e-3
+    with pytest.raises(GradientError):
+        gradcheck(lambda a: a * a + 1e8, lambda d, a: 2.001 * a * d, [SQUARE], eps=1.0)
+
+
+def softmax(a):
+    e = np.exp(a - a.max())
+    return e / e.sum()
+
+
+ROW = normal((6,), np.float64, 2)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "arrays"),
+    [
+        pytest.param(
+            lambda a: softmax(a).sum(),
+            lambda d, a: d * (softmax(a) - softmax(a) * softmax(a).sum()),
+            [ROW],
+            id="a constant, with rounding",
+        ),
+        pytest.param(lambda a, b: b * b, lambda d, a, b: (0 * a, 2 * b * d), [ROW, ROW], id="not used"),
+        pytest.param(
+            lambda a, b: np.maximum(a, 0) + b,
+            lambda d, a, b: (d * (a > 0), d),
+            [-abs(ROW), ROW],
+            id="flat here",
+        ),
+        pytest.param(
+            lambda a: (a - 1) ** 3 + 1, lambda d, a: 3 * d * (a - 1) ** 2, [np.ones(4)], id="saddle"
+        ),
+        pytest.param(
+            lambda a: ((a - 1) ** 2).sum() + 3, lambda d, a: 2 * d * (a - 1), [np.ones(4)], id="minimum"
+        ),
+        pytest.param(lambda a: np.cos(a), lambda d, a: -d * np.sin(a), [np.zeros(4)], id="maximum at zero"),
+        pytest.param(
+            lambda a, b: (a * a, b * 1e12),
+            lambda d, e, a, b: (2 * a * d, 1e12 * e),
+            [ROW, ROW],
+            id="beside a large output",
+        ),
+    ],
+)
+def test_gradcheck_passes_right_gradients_that_are_small(forward, backward, arrays):
+    assert gradcheck(forward, backward, arrays) <= 1e-6
+
+
+def test_gradcheck_passes_attention_to_one_key():
+    """The gradients of q and k are zero but for rounding."""
+    for seed in range(5):
+        q, k, v = (normal((2, n, 4), np.float64, seed + i) for i, n in enumerate((3, 1, 1)))
+
+        def forward(q, k, v):
+            return psa_cupy.flash_attention_forward(q, k, v)[0]
+
+        def backward(d_o, q, k, v):
+            return psa_cupy.flash_attention_backward(d_o, q, k, v, *psa_cupy.flash_attention_forward(q, k, v))
+
+        assert gradcheck(forward, backward, [q, k, 100 * v]) <= 1e-6
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e-100, 1e100, 1e150])
+def test_gradcheck_at_any_size(size):
+    """Squares of these under- or overflow."""
+    assert gradcheck(lambda a: 2 * a, lambda d, a: 2 * d, [size * ROW]) <= 1e-6
+    assert gradcheck(lambda a: a / size, lambda d, a: d / size, [size * ROW]) <= 1e-6
+    with pytest.raises(GradientError):
+        gradcheck(lambda a: a / size, lambda d, a: 1.001 * d / size, [size * ROW])
+    if size < 1:
+        assert gradcheck(lambda a: a * a, lambda d, a: 2 * a * d, [size * ROW]) <= 1e-6
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

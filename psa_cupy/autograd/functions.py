@@ -16,6 +16,9 @@ from psa_cupy.passes import extract_v as extraction, merge_attn as merging, pack
 from psa_cupy.passes.flash_attention import flash_attention_backward, flash_attention_forward
 from psa_cupy.passes.psa import psa_backward, psa_forward
 
+_SILENT = np.errstate(all="ignore")
+"""Decorates NumPy's arithmetic: overflow and NaN walk through silently, as in the passes and on a GPU."""
+
 
 def psa(qkv: Variable, num_heads: int, *, key_dim: int | None = None, scale: float | None = None) -> Variable:
     """Fused position-sensitive attention: `psa_forward`'s out, differentiated by `psa_backward`.
@@ -212,15 +215,14 @@ def add(a: Variable, b: Variable) -> Variable:
         (d_z,) = d_outputs
         return tuple(_accumulated(target, d_z) for target in targets)
 
-    with device_of(x):
-        z = _array(x + y, like=x)
-    return record("add", (a, b), (z,), (), backward)[0]
+    return record("add", (a, b), (_summed(x, y),), (), backward)[0]
 
 
 def multiply(a: Variable, b: Variable | float) -> Variable:
     """The product a * b, element by element, of equal shape and dtype, or with a number b.
 
-    Kept for backward: both, or nothing if b is a number.
+    A number is not rounded to a's dtype first: its product, in the backward too, is computed in float64 and
+    then rounded. Kept for backward: both arrays, or nothing if b is a number.
 
     Raises
     ------
@@ -241,11 +243,9 @@ def multiply(a: Variable, b: Variable | float) -> Variable:
 
     def backward(saved, d_outputs, targets):
         (x, y), (d_z,), (d_x, d_y) = saved, d_outputs, targets
-        return _accumulated(d_x, d_z * y), _accumulated(d_y, d_z * x)
+        return _accumulated(d_x, _product(d_z, y)), _accumulated(d_y, _product(d_z, x))
 
-    with device_of(x):
-        z = _array(x * y, like=x)
-    return record("multiply", (a, b), (z,), (x, y), backward)[0]
+    return record("multiply", (a, b), (_product(x, y),), (x, y), backward)[0]
 
 
 def _multiply_by_number(a: Variable, number: float) -> Variable:
@@ -253,11 +253,9 @@ def _multiply_by_number(a: Variable, number: float) -> Variable:
 
     def backward(saved, d_outputs, targets):
         (d_z,), (d_x,) = d_outputs, targets
-        return (_accumulated(d_x, _array(d_z * number, like=d_z)),)
+        return (_accumulated(d_x, _multiple(d_z, number)),)
 
-    with device_of(x):
-        z = _array(x * number, like=x)
-    return record("multiply", (a,), (z,), (), backward)[0]
+    return record("multiply", (a,), (_multiple(x, number),), (), backward)[0]
 
 
 def _as_float(number: numbers.Real) -> float:
@@ -287,11 +285,34 @@ def sum(a: Variable) -> Variable:
         (d_y,), (d_x,) = d_outputs, targets
         return (_accumulated(d_x, _namespace(d_y).broadcast_to(d_y, shape)),)
 
+    return record("sum", (a,), (_total(x),), (), backward)[0]
+
+
+@_SILENT
+def _summed(x, y):
     with device_of(x):
-        total = _array(x.astype(np.float64).sum(), like=x)
-    return record("sum", (a,), (total,), (), backward)[0]
+        return _array(x + y, like=x)
 
 
+@_SILENT
+def _product(x, y):
+    with device_of(x):
+        return _array(x * y, like=x)
+
+
+@_SILENT
+def _multiple(x, number: float):
+    with device_of(x):
+        return _array(x.astype(np.float64, copy=False) * number, like=x)
+
+
+@_SILENT
+def _total(x):
+    with device_of(x):
+        return _array(x.astype(np.float64).sum(), like=x)
+
+
+@_SILENT
 def _accumulated(target, gradient):
     """`target`, with the gradient added; without one a copy, which shares memory with nothing."""
     if target is None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from psa_cupy import testing
 from psa_cupy.arguments import cupy_if_imported, is_cupy
 from psa_cupy.autograd.tape import Tape, Variable, no_grad
+from psa_cupy.testing.gradients import as_sequence
 
 
 def gradcheck(function, inputs, *, eps: float = 1e-5, rtol: float = 1e-6, seed: int = 0) -> float:
     """Check the gradients that a tape gives for a function, along random directions, in float64.
+
+    It records on a tape of its own, even where another is recording, and leaves the gradients of all other
+    Variables, which the function may use, as they were.
 
     Parameters
     ----------
@@ -32,9 +38,11 @@ def gradcheck(function, inputs, *, eps: float = 1e-5, rtol: float = 1e-6, seed: 
     psa_cupy.testing.GradientError
         With a dump of what failed.
     TypeError
-        If an input is no array and no Variable, or the function gives anything but Variables.
+        If an input is no array and no Variable, or the function gives anything but Variables, or as in
+        `psa_cupy.testing.gradcheck`.
     ValueError
-        If nothing would be checked: no input requires a gradient, or as in `psa_cupy.testing.gradcheck`.
+        If nothing would be checked: no input requires a gradient, the function gives a Variable that it did
+        not compute, or as in `psa_cupy.testing.gradcheck`.
 
     Examples
     --------
@@ -45,7 +53,7 @@ def gradcheck(function, inputs, *, eps: float = 1e-5, rtol: float = 1e-6, seed: 
     True
 
     """
-    inputs = tuple(inputs)
+    inputs = as_sequence("inputs", inputs, "Variables or arrays")
     wanted = [x.requires_grad if isinstance(x, Variable) else True for x in inputs]
     if inputs and not any(wanted):
         raise ValueError("gradcheck: no input requires a gradient, expected at least one that does")
@@ -54,21 +62,39 @@ def gradcheck(function, inputs, *, eps: float = 1e-5, rtol: float = 1e-6, seed: 
         return [Variable(array, flag) for array, flag in zip(arrays, wanted, strict=True)]
 
     def forward(*arrays):
-        with no_grad():
-            return tuple(y.data for y in _as_tuple(function(*variables(arrays))))
+        ys = _as_tuple(function(*variables(arrays)))
+        if any(y.requires_grad for y in ys):  # nothing records here
+            raise ValueError(
+                "gradcheck: function gave an input or another Variable that it did not compute, "
+                "expected what it computed"
+            )
+        return tuple(y.data for y in ys)
 
     def backward(*d_outputs_and_arrays):
         d_outputs, arrays = d_outputs_and_arrays[: -len(inputs)], d_outputs_and_arrays[-len(inputs) :]
         with Tape() as tape:
             xs = variables(arrays)
             ys = _as_tuple(function(*xs))
-        for y, d_y in zip(ys, d_outputs, strict=True):
-            if y.requires_grad:
-                tape.backward(y, d_y, retain_graph=True)
-        return tuple(_gradient(x) if x.requires_grad else None for x in xs)
+        with _set_aside(tape._leaves):
+            for y, d_y in zip(ys, d_outputs, strict=True):
+                if y.requires_grad:
+                    tape.backward(y, d_y, retain_graph=True)
+            return tuple(_gradient(x) if x.requires_grad else None for x in xs)
 
     arrays = [x.data if isinstance(x, Variable) else x for x in inputs]
-    return testing.gradcheck(forward, backward, arrays, eps=eps, rtol=rtol, seed=seed)
+    with no_grad():  # not on the caller's tape
+        return testing.gradcheck(forward, backward, arrays, eps=eps, rtol=rtol, seed=seed)
+
+
+@contextlib.contextmanager
+def _set_aside(leaves):
+    """Inside, leaves have no gradients; afterwards, those they had: some are the caller's Variables."""
+    held = [(leaf, leaf.take()) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for leaf, buffer in held:
+            leaf.buffer = buffer
 
 
 def _gradient(x: Variable):

@@ -20,11 +20,19 @@ import contextlib
 import contextvars
 import hashlib
 import html
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from psa_cupy.arguments import cupy_if_imported, is_cupy, require_arrays, require_dtype
+from psa_cupy.arguments import (
+    cupy_if_imported,
+    is_cupy,
+    require_arrays,
+    require_dtype,
+    require_target,
+    share_memory,
+)
 
 _active_tape: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("active_tape", default=None)
 
@@ -66,10 +74,7 @@ class Variable:
     def __init__(self, data, requires_grad: bool = True):
         require_arrays("Variable", {"data": data})
         require_dtype("Variable", "data", data)
-        if not isinstance(requires_grad, (bool, np.bool_)):
-            raise TypeError(
-                f"Variable: requires_grad is a {type(requires_grad).__name__}, expected True or False"
-            )
+        _require_bool("Variable", "requires_grad", requires_grad)
         self.data = data
         self.requires_grad = bool(requires_grad)
         self._gradient = _Gradient(data)
@@ -111,30 +116,22 @@ class _Gradient:
         buffer, self.buffer = self.buffer, None
         return buffer
 
-    def accept(self, function: str, target, gradient) -> None:
-        """Take note of what a backward answered for an input that it had given `target` for."""
-        if target is not None:
-            if gradient is not target:
-                raise RuntimeError(f"{function}: its backward gave another array than the target to add to")
-            return
-        self._require_fitting(function, gradient)
+    def accept(self, gradient) -> None:
+        """Take note of what a backward answered: this buffer, added to, or a new array."""
         if self.buffer is None:
             self.buffer = gradient
-        else:  # the same Variable stands twice among this call's inputs
-            self.buffer += gradient
+        elif gradient is not self.buffer:  # the same Variable stands twice among this call's inputs
+            with np.errstate(all="ignore"):
+                self.buffer += gradient
 
-    def _require_fitting(self, function: str, gradient) -> None:
-        if not isinstance(gradient, np.ndarray) and not is_cupy(gradient):
-            raise TypeError(f"{function}: its backward gave a {type(gradient).__name__}, expected an array")
-        if gradient.shape != self.shape or gradient.dtype != self.dtype:
-            raise ValueError(
-                f"{function}: its backward gave a gradient of shape {gradient.shape}, {gradient.dtype}, "
-                f"expected {self.shape}, {self.dtype}"
-            )
-        if not gradient.flags.c_contiguous:
-            raise ValueError(
-                f"{function}: its backward gave a gradient that is not C-contiguous, expected C order"
-            )
+    def require_answer(self, function: str, name: str, target, gradient) -> None:
+        """Check what a backward answered for an input that it had given `target` for."""
+        if target is None:  # a new array, which will be a target
+            require_arrays(function, {name: gradient})
+            require_dtype(function, name, gradient, self.dtype)
+            require_target(function, name, gradient, self.shape, self.dtype)
+        elif gradient is not target:
+            raise RuntimeError(f"{function}: {name} is another array than the target to add to")
 
 
 class _Node:
@@ -159,17 +156,42 @@ class _Node:
         self._require_unchanged()
         d_outputs = tuple(output.take() for output in self.outputs)
         targets = self._targets()
-        gradients = self.backward(self.saved, d_outputs, targets)
+        answers = self._answers(targets, self.backward(self.saved, d_outputs, targets))
+        self._require_apart(targets, answers)
+        for wanted, answer in zip(self.inputs, answers, strict=True):
+            if wanted is not None:
+                wanted.accept(answer)
+        if not retain_graph:
+            self.saved = self.backward = None
+
+    def _answers(self, targets, gradients) -> list:
+        """What backward gave, checked, one array per input; None for a constant."""
         if not isinstance(gradients, tuple) or len(gradients) != len(self.inputs):
             raise TypeError(
                 f"{self.name}: its backward gave {_count(gradients)}, "
                 f"expected a tuple of {len(self.inputs)}, one gradient per input"
             )
-        for wanted, target, gradient in zip(self.inputs, targets, gradients, strict=True):
+        answers = [
+            None if wanted is None else _no_scalar(gradient)
+            for wanted, gradient in zip(self.inputs, gradients, strict=True)
+        ]
+        for index, (wanted, target, answer) in enumerate(zip(self.inputs, targets, answers, strict=True)):
             if wanted is not None:
-                wanted.accept(self.name, target, gradient)
-        if not retain_graph:
-            self.saved = self.backward = None
+                wanted.require_answer(self.name, f"its backward's gradient {index}", target, answer)
+        return answers
+
+    def _require_apart(self, targets, answers) -> None:
+        """Check that answers share no memory: what is added to one later would change the other."""
+        gradients = [(f"gradient {i}", answer) for i, answer in enumerate(answers) if answer is not None]
+        new = [(name, answer) for name, answer in gradients if not any(answer is t for t in targets)]
+        saved = [(f"saved array {i}", array) for i, array in enumerate(self.saved)]
+        pairs = itertools.chain(itertools.combinations(gradients, 2), itertools.product(new, saved))
+        for (name, gradient), (other_name, other) in pairs:
+            if is_cupy(gradient) == is_cupy(other) and share_memory(gradient, other):
+                raise RuntimeError(
+                    f"{self.name}: its backward's {name} shares memory with {other_name}, "
+                    "expected a new array for each input"
+                )
 
     def _targets(self) -> tuple:
         """Each input's gradient buffer; one that occurs twice in this call is given out once."""
@@ -200,6 +222,13 @@ class Tape:
         Keep a checksum of every saved array and raise if one was changed before its backward. It copies
         each array to the host, which synchronises: for debugging.
 
+    Raises
+    ------
+    TypeError
+        If check is no bool.
+    RuntimeError
+        On leaving it, if another tape or `no_grad` was entered after it and not left: it is still entered.
+
     Notes
     -----
     Memory: recording keeps what each function saves for its backward, by reference. `backward` frees a
@@ -226,6 +255,7 @@ class Tape:
     """
 
     def __init__(self, *, check: bool = False):
+        _require_bool("Tape", "check", check)
         self.check = check
         self._nodes: list[_Node] = []
         self._leaves: set[_Gradient] = set()
@@ -238,6 +268,11 @@ class Tape:
     def __exit__(self, *exception) -> None:
         if not self._tokens:
             raise RuntimeError("Tape.__exit__: the tape is not recording, expected __enter__ before it")
+        if _active_tape.get() is not self:  # else this tape would record on when the other one is left
+            raise RuntimeError(
+                "Tape.__exit__: another tape or no_grad() is in force, "
+                "expected the last entered to be left first"
+            )
         _active_tape.reset(self._tokens.pop())
 
     def variable(self, data, requires_grad: bool = True) -> Variable:
@@ -375,17 +410,21 @@ def record(
     ----------
     name : str
         The function's name, for tables and messages.
-    inputs : sequence of Variable or other
+    inputs : tuple or list of Variable or other
         The function's differentiable arguments; what is no Variable is a constant.
-    outputs : sequence of array
+    outputs : tuple or list of array
         What it computed.
-    saved : sequence of array
+    saved : tuple or list of array
         What its backward needs; kept by reference and freed after use.
     backward : callable
         `backward(saved, d_outputs, targets)` gives a tuple of one gradient per input. `d_outputs` has the
         gradient of each output (None: nothing reached it; at least one is an array). `targets` has, per
         input, an array to add the gradient to and to give back, or None, which asks for a new array in C
-        order that shares memory with nothing. (A constant is asked for a gradient too, which is dropped.)
+        order that shares memory with nothing, since it will be added to. (An array of `d_outputs` is no
+        longer needed and may be one of these. A constant is asked for a gradient too, which is dropped.)
+
+        NumPy's arithmetic answers with scalars on 0-d arrays: outputs, saved arrays and new gradients may be
+        such.
 
     Returns
     -------
@@ -394,8 +433,14 @@ def record(
 
     Raises
     ------
+    TypeError
+        If inputs, outputs or saved is no tuple or list, an output or what is saved is no array, or backward
+        cannot be called.
     RuntimeError
         If an input was computed on another tape, or before this one's reset.
+    TypeError, ValueError, RuntimeError
+        From `Tape.backward`, naming the function, if its backward gives anything else than described: the
+        memory of a new array is compared with the other gradients of the call and what was saved.
 
     Examples
     --------
@@ -420,6 +465,12 @@ def record(
     array([6.])
 
     """
+    for what, values in {"inputs": inputs, "outputs": outputs, "saved": saved}.items():
+        if not isinstance(values, (tuple, list)):
+            raise TypeError(f"{name}: {what} is a {type(values).__name__}, expected a tuple or list")
+    if not callable(backward):
+        raise TypeError(f"{name}: backward is a {type(backward).__name__}, expected a function")
+    outputs, saved = _arrays(name, "output", outputs), _arrays(name, "saved array", saved)
     tape = _active_tape.get()
     wanted = tuple(x if isinstance(x, Variable) and x.requires_grad else None for x in inputs)
     if tape is None or not any(wanted):
@@ -438,7 +489,7 @@ def record(
         len(tape._nodes),
         tuple(None if x is None else x._gradient for x in wanted),
         tuple(y._gradient for y in variables),
-        tuple(saved),
+        saved,
         backward,
         tape.check,
     )
@@ -453,9 +504,31 @@ def device_of(array) -> contextlib.AbstractContextManager:
     return array.device if is_cupy(array) else contextlib.nullcontext()
 
 
+def _arrays(function: str, what: str, values) -> tuple:
+    """The values, checked to be arrays of any dtype."""
+    arrays = tuple(map(_no_scalar, values))
+    for index, array in enumerate(arrays):
+        if not isinstance(array, np.ndarray) and not is_cupy(array):
+            raise TypeError(
+                f"{function}: {what} {index} is a {type(array).__name__}, expected a NumPy or CuPy array"
+            )
+    return arrays
+
+
+def _no_scalar(value):
+    """The 0-d array of a NumPy scalar; anything else as it is."""
+    return np.asarray(value) if isinstance(value, np.generic) else value
+
+
+def _require_bool(function: str, name: str, value) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{function}: {name} is a {type(value).__name__}, expected True or False")
+
+
 def _seed(y: Variable, d_y):
     """A new array holding the gradient to start from."""
     xp = cupy_if_imported() if is_cupy(y.data) else np
+    d_y = _no_scalar(d_y)
     if d_y is None:
         if y.data.size != 1:
             raise ValueError(

@@ -206,6 +206,61 @@ def test_values_and_gradients_of_arithmetic():
     assert x.grad.tolist() == [5.5, 7.5] and y.grad.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("number", [1e-8, 65536.0, 2049, 0.1, 1e39, np.float32(0.1), 2**70])
+@executors("reference", "gpu")
+def test_a_product_with_a_number_is_rounded_once(executor, dtype, number):
+    """The number itself may be out of the dtype's range, or between two of its numbers."""
+    values = np.array([60000, 0.001, 3, -7, 1e-10]).astype(dtype)
+    expected = values.astype(np.float64) * float(number)
+    with np.errstate(over="ignore"):
+        expected = expected.astype(dtype)
+    for data, result in ((values, expected), (values[2], expected[2])):  # 0-d too
+        with Tape() as tape:
+            x = tape.variable(executor.array(np.asarray(data)))
+            y = multiply(x, number)
+        tape.backward(y, executor.array(np.asarray(data)))
+        assert equal(executor, y.data, np.asarray(result)) and equal(executor, x.grad, np.asarray(result))
+
+
+@executors("reference", "gpu")
+def test_a_product_with_a_number_is_rounded_before_it_is_added(executor):
+    """Every addition to a buffer rounds: 2048 + 0.75 is 2048 in float16, and so once more."""
+    with Tape() as tape:
+        x = tape.variable(executor.array(np.ones(1, np.float16)))
+        y = add(multiply(x, 0.75), add(multiply(x, 0.75), multiply(x, 2048)))
+    tape.backward(y)
+    assert executor.to_numpy(x.grad).tolist() == [2048]
+    with Tape() as tape:
+        y = multiply(x, 1e-8)
+    tape.backward(y, executor.array(np.full(1, 60000, np.float16)))
+    assert executor.to_numpy(x.grad).tolist() == [2048]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: add(x, x),
+        lambda x: multiply(x, x),
+        lambda x: multiply(multiply(x, 1e300), 1e300),
+        lambda x: multiply(x, float("nan")),
+        lambda x: multiply(x, 0),
+        lambda x: add(autograd.sum(x), autograd.sum(multiply(x, -1))),
+    ],
+)
+def test_arithmetic_with_nan_and_overflow_is_silent(function, dtype):
+    """As the passes are."""
+    for value in (np.inf, -np.inf, np.nan, ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).tiny):
+        for shape in ((), (3,)):
+            with Tape() as tape:
+                x = tape.variable(np.full(shape, value, dtype))
+                y = function(x)
+            for _ in range(2):  # into a new buffer, and into that
+                tape.backward(y, np.full(y.shape, value, dtype), retain_graph=True)
+
+
 def test_sum_adds_in_float64():
     """2048 + 1 is 2048 in float16, and in bfloat16 256 + 1 is 256."""
     assert autograd.sum(np.ones(5000, np.float16)).data == 5000

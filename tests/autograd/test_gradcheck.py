@@ -8,6 +8,7 @@ from psa_cupy.autograd import Variable, gradcheck, record
 from psa_cupy.testing import GradientError
 
 X = np.random.default_rng(0).standard_normal((3, 3))
+OTHER = Variable(X)
 
 
 def squared(x, backward=lambda x, d_y: d_y @ x.T + x.T @ d_y):
@@ -111,6 +112,48 @@ def test_inputs_of_any_dtype_are_checked_in_float64_and_left_alone():
     assert (x == before).all()
 
 
+def test_0d_arrays_are_checked():
+    x, y = np.array(3.0), np.array(0.5)
+    assert gradcheck(autograd.multiply, [x, Variable(y)]) <= 1e-6
+    assert gradcheck(lambda x: autograd.multiply(x, x), [np.float32(3)]) <= 1e-6
+
+    def square(x, factor):
+        backward = lambda saved, d, targets: (factor * saved[0] * d[0],)  # noqa: E731
+        return record("square", (x,), (x.data**2,), (x.data,), backward)[0]
+
+    assert gradcheck(lambda x: square(x, 2), [x]) <= 1e-6
+    with pytest.raises(GradientError):
+        gradcheck(lambda x: square(x, 2.001), [x])
+
+
+def test_it_works_while_a_tape_records_and_does_not_record_on_it():
+    with autograd.Tape() as tape:
+        x = tape.variable(X)
+        y = autograd.multiply(x, 2)
+        assert gradcheck(squared, [x]) <= 1e-6
+        with pytest.raises(GradientError):
+            gradcheck(lambda x: squared(x, lambda x, d_y: d_y), [X])
+        z = autograd.add(y, x)
+    assert repr(tape) == "Tape(2 nodes, 0 of them freed)"
+    tape.backward(z, np.ones((3, 3)))
+    assert (x.grad == 3).all()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_of_other_variables_are_left_as_they_were(held):
+    weight, x = Variable(X + 1), Variable(X)
+    if held:
+        with autograd.Tape() as tape:
+            y = autograd.multiply(weight, x)
+        tape.backward(y, np.ones((3, 3)))
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.copy()) for leaf in (weight, x)]
+    gradcheck(lambda x: autograd.multiply(squared(x), weight), [x])
+    with pytest.raises(ZeroDivisionError):
+        gradcheck(lambda x: squared(autograd.multiply(x, weight), lambda x, d_y: 1 / 0), [x])
+    for leaf, gradient, values in before:
+        assert leaf.grad is gradient and np.array_equal(gradient, values)
+
+
 @pytest.mark.parametrize(
     ("function", "inputs", "error", "message"),
     [
@@ -120,6 +163,21 @@ def test_inputs_of_any_dtype_are_checked_in_float64_and_left_alone():
         (lambda x: None, [X], TypeError, "function gave a NoneType, expected a Variable"),
         (lambda x: (squared(x), 1.0), [X], TypeError, "function gave a float, expected a Variable"),
         (squared, [[1.0]], TypeError, "array 0 is a list, expected a NumPy or CuPy array"),
+        (squared, Variable(X), TypeError, "inputs is a Variable, expected a sequence of Variables or arrays"),
+        (squared, None, TypeError, "inputs is a NoneType, expected a sequence"),
+        (squared, X[0, 0], TypeError, "inputs is a float64, expected a sequence"),
+        (lambda x: x, [X], ValueError, "function gave an input or another Variable that it did not compute"),
+        (lambda x: (squared(x), x), [X], ValueError, "function gave an input or another Variable"),
+        (lambda x: OTHER, [X], ValueError, "function gave an input or another Variable"),
+        (lambda x: (), [X], ValueError, "the function gave no element, expected at least one"),
+        (lambda x: [], [X], ValueError, "the function gave no element, expected at least one"),
+        (squared, [X[:0, :0]], ValueError, "arrays is empty, expected at least one array with an element"),
+        (
+            autograd.multiply,
+            [X[:0], Variable(X[:0], requires_grad=False)],
+            ValueError,
+            "arrays is empty, expected at least one array with an element",
+        ),
     ],
 )
 def test_what_would_check_nothing_is_refused(function, inputs, error, message):

@@ -391,11 +391,13 @@ def test_a_variable_of_another_tape_or_from_before_a_reset(xp):
             "times: its backward gave a .*ndarray.*, expected a tuple of 1, one gradient",
         ),
         (TypeError, lambda d: (d, d), "times: its backward gave 2 gradients, expected a tuple of 1"),
-        (TypeError, lambda d: (None,), "times: its backward gave a NoneType, expected an array"),
-        (TypeError, lambda d: (Variable(d),), "times: its backward gave a Variable, expected an array"),
-        (ValueError, lambda d: (d[:1],), r"of shape \(1,\), float64, expected \(2,\), float64"),
-        (ValueError, lambda d: (d[::-1],), "a gradient that is not C-contiguous, expected C order"),
-        (ValueError, lambda d: (d.astype("f4"),), r"of shape \(2,\), float32, expected \(2,\), float64"),
+        (TypeError, lambda d: (None,), "times: its backward's gradient 0 is None, expected a NumPy or CuPy"),
+        (TypeError, lambda d: (Variable(d),), "times: its backward's gradient 0 is a Variable, expected a"),
+        (ValueError, lambda d: (d[:1],), r"its backward's gradient 0 has shape \(1,\), expected \(2,\)"),
+        (ValueError, lambda d: (d[::-1],), "times: its backward's gradient 0 is not C-contiguous, expected"),
+        (TypeError, lambda d: (d.astype("f4"),), "gradient 0 has dtype float32, expected float64"),
+        (TypeError, lambda d: (2.0,), "times: its backward's gradient 0 is a float, expected a NumPy or"),
+        (ValueError, lambda d: (d.sum(),), r"its backward's gradient 0 has shape \(\), expected \(2,\)"),
     ],
 )
 def test_a_backward_that_answers_wrongly(xp, error, answer, message):
@@ -417,9 +419,106 @@ def test_a_backward_that_ignores_its_target(xp):
 
     tape, _, y = recorded(xp, function, np.ones(2))
     with pytest.raises(
-        RuntimeError, match="times: its backward gave another array than the target to add to"
+        RuntimeError, match="times: its backward's gradient 0 is another array than the target to add to"
     ):
         tape.backward(y, xp.ones(2))
+
+
+def read_only(d):
+    answer = d.copy()
+    answer.flags.writeable = False
+    return answer
+
+
+@pytest.mark.parametrize(
+    "error, answer, message",
+    [
+        (ValueError, read_only, "is read-only, expected a writable array"),
+        (ValueError, lambda d: np.broadcast_to(1.0, (1,)), "is read-only, expected"),
+        (TypeError, np.ma.masked_array, "is a MaskedArray, expected a NumPy or CuPy array"),
+        (ValueError, lambda d: np.zeros(9, np.uint8)[1:].view(float), "is not aligned, expected"),
+    ],
+)
+def test_an_answer_that_nothing_could_be_added_to(error, answer, message):
+    answers = lambda saved, d_outputs, targets: (answer(d_outputs[0]),)  # noqa: E731
+    function = lambda x: record("times", (x,), (x.data * 2,), (), answers)[0]  # noqa: E731
+    tape, (x,), y = recorded(np, function, np.ones(1))
+    with pytest.raises(error, match=f"^times: its backward's gradient 0 {message}"):
+        tape.backward(y)
+    assert x.grad is None
+
+
+def overlapping(d):
+    both = d.repeat(2)
+    return both[:3], both[1:4]
+
+
+@pytest.mark.parametrize(
+    "answers, shared",
+    [
+        pytest.param(lambda saved, d: (d, d), "gradient 1", id="the incoming gradient"),
+        pytest.param(lambda saved, d: (one := 2 * d, one), "gradient 1", id="a new array"),
+        pytest.param(lambda saved, d: (one := 2 * d, one.reshape(1, 3)[0]), "gradient 1", id="a view"),
+        pytest.param(lambda saved, d: overlapping(d), "gradient 1", id="a part"),
+        pytest.param(lambda saved, d: (saved[0], 2 * d), "saved array 0", id="a saved array"),
+        pytest.param(lambda saved, d: (saved[0][:], 2 * d), "saved array 0", id="a view of a saved array"),
+    ],
+)
+@pytest.mark.parametrize("same", [False, True], ids=["two inputs", "one input twice"])
+def test_answers_that_share_memory(xp, answers, shared, same):
+    """What is added to one later would change the other, or what another function saved."""
+
+    def function(a, b):
+        backward = lambda saved, d_outputs, targets: answers(saved, d_outputs[0])  # noqa: E731
+        return record("both", (a, a if same else b), (a.data + b.data,), (xp.ones(3),), backward)[0]
+
+    tape, leaves, y = recorded(xp, function, np.ones(3), np.ones(3))
+    with pytest.raises(
+        RuntimeError, match=f"^both: its backward's gradient 0 shares memory with {shared}, expected a new"
+    ):
+        tape.backward(y, xp.ones(3))
+    assert all(leaf.grad is None for leaf in leaves)
+
+
+def test_an_answer_that_shares_memory_with_a_target(xp):
+    def function(a, b):
+        def backward(saved, d_outputs, targets):
+            if targets[0] is None:
+                return 1 * d_outputs[0], 2 * d_outputs[0]
+            targets[0][...] += d_outputs[0]
+            return targets[0], targets[0]
+
+        return record("both", (a, b), (a.data + b.data,), (), backward)[0]
+
+    with Tape() as tape:
+        a, b = tape.variable(xp.ones(3)), tape.variable(xp.ones(3))
+        y, z = times(a, 1), function(a, b)
+    tape.backward(y, xp.ones(3))
+    with pytest.raises(RuntimeError, match="both: its backward's gradient 0 shares memory with gradient 1"):
+        tape.backward(z, xp.ones(3))
+    assert b.grad is None
+
+
+def test_answers_may_be_parts_of_one_array_or_the_incoming_gradient(xp):
+    """Neither is shared: the incoming gradient is no longer needed. What a constant gets is dropped."""
+
+    def function(a, b, c):
+        def backward(saved, d_outputs, targets):
+            (d,) = d_outputs
+            parts = xp.zeros((2, 3))
+            parts[...] = d
+            return (*parts, d) if c.requires_grad else (parts[0], d, d)
+
+        return record("three", (a, b, c), (a.data + b.data + c.data,), (), backward)[0]
+
+    for last in (True, False):
+        with Tape() as tape:
+            a, b, c = (tape.variable(xp.ones(3), flag) for flag in (True, True, last))
+            y, z = function(a, b, c), add(times(a, 10), times(b, 20))
+        tape.backward(y, xp.ones(3))
+        tape.backward(z, xp.ones(3))
+        assert to_numpy(a.grad).tolist() == [11.0] * 3 and to_numpy(b.grad).tolist() == [21.0] * 3
+        assert c.grad is None or to_numpy(c.grad).tolist() == [1.0] * 3
 
 
 def test_an_error_leaves_nothing_half_summed_behind(xp):
@@ -442,6 +541,59 @@ def test_an_error_leaves_nothing_half_summed_behind(xp):
     assert to_numpy(x.grad).tolist() == [5.0]
 
 
+# ---- 0-d arrays, where NumPy's arithmetic answers with scalars
+
+
+def test_outputs_saved_arrays_and_answers_may_be_scalars(xp):
+    """`record`'s own example, on a 0-d array."""
+
+    def square(x):
+        def backward(saved, d_outputs, targets):
+            (x, half), (d_y,), (d_x,) = saved, d_outputs, targets
+            if d_x is None:
+                return (4 * half * d_y,)
+            d_x += 2 * x * d_y
+            return (d_x,)
+
+        return record("square", (x,), (x.data**2,), (x.data, x.data / 2), backward)[0]
+
+    for check in (False, True):
+        tape, (x,), y = recorded(xp, lambda x: add(square(x), square(x)), np.array(3.0), check=check)
+        assert isinstance(y.data, xp.ndarray) and y.shape == ()
+        tape.backward(y, y.data / 18)
+        assert isinstance(x.grad, xp.ndarray) and x.grad.shape == () and x.grad == 12
+
+
+def test_a_scalar_is_not_the_target(xp):
+    """`d_x + ...` of a 0-d target is a new scalar: the buffer would be lost."""
+
+    def function(x):
+        backward = lambda saved, d, targets: (d[0] * 1 if targets[0] is None else targets[0] + d[0],)  # noqa: E731
+        return record("times", (x,), (x.data * 1,), (), backward)[0]
+
+    tape, _, y = recorded(xp, lambda x: add(function(x), function(x)), np.array(3.0))
+    with pytest.raises(
+        RuntimeError, match="times: its backward's gradient 0 is another array than the target"
+    ):
+        tape.backward(y)
+
+
+# ---- NaN and overflow
+
+
+@pytest.mark.filterwarnings("error")
+def test_accumulating_is_silent(xp):
+    """The tape's own addition, for a Variable that stands twice in a call."""
+
+    def function(x):
+        backward = lambda saved, d, targets: (d[0] * 1, d[0] * 1)  # noqa: E731
+        return record("sum", (x, x), (x.data * 1,), (), backward)[0]
+
+    tape, (x,), y = recorded(xp, function, np.ones(3, np.float16))
+    tape.backward(y, xp.asarray([60000, np.inf, np.nan], dtype=np.float16))
+    np.testing.assert_array_equal(to_numpy(x.grad), np.array([np.inf, np.inf, np.nan], np.float16))
+
+
 # ---- check=True
 
 
@@ -453,6 +605,12 @@ def test_check_catches_a_changed_array(xp):
     ):
         tape.backward(y, xp.ones((2, 3)))
     assert x.grad is None
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_check_is_true_or_false(wrong):
+    with pytest.raises(TypeError, match=f"^Tape: check is a {type(wrong).__name__}, expected True or False$"):
+        Tape(check=wrong)
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 2)])
@@ -480,6 +638,28 @@ def test_without_check_arrays_are_kept_by_reference(xp):
 
 
 # ---- what is recorded
+
+
+@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"inputs": Variable(np.ones(2))}, "inputs is a Variable, expected a tuple or list"),
+        ({"outputs": np.ones(2)}, "outputs is a ndarray, expected a tuple or list"),
+        ({"saved": np.ones(2)}, "saved is a ndarray, expected a tuple or list"),
+        ({"saved": None}, "saved is a NoneType, expected a tuple or list"),
+        ({"outputs": (np.ones(2), [1.0])}, "output 1 is a list, expected a NumPy or CuPy array"),
+        ({"outputs": (Variable(np.ones(2)),)}, "output 0 is a Variable, expected a NumPy or CuPy array"),
+        ({"saved": (np.ones(2), 1.5)}, "saved array 1 is a float, expected a NumPy or CuPy array"),
+        ({"saved": (None,)}, "saved array 0 is a NoneType, expected a NumPy or CuPy array"),
+        ({"backward": None}, "backward is a NoneType, expected a function"),
+    ],
+)
+def test_what_cannot_be_recorded(wrong, message, recording):
+    right = {"inputs": (Variable(np.ones(2)),), "outputs": [np.ones(2)], "saved": [], "backward": print}
+    with Tape() if recording else no_grad(), pytest.raises(TypeError) as caught:
+        record("mine", **right | wrong)
+    assert str(caught.value) == f"mine: {message}"
 
 
 def test_no_grad_records_nothing(xp):
@@ -524,6 +704,35 @@ def test_leaving_a_tape_that_was_not_entered_raises():
     for tape in (Tape(), used):
         with pytest.raises(RuntimeError, match=r"^Tape.__exit__: the tape is not recording, expected"):
             tape.__exit__(None, None, None)
+
+
+def test_leaving_tapes_out_of_order_raises(xp):
+    a, b = Tape(), Tape()
+    a.__enter__(), b.__enter__()
+    with pytest.raises(RuntimeError, match=r"^Tape.__exit__: another tape or no_grad\(\) is in force"):
+        a.__exit__(None, None, None)
+    times(Variable(xp.ones(1)), 2)
+    b.__exit__(None, None, None)  # the right order goes on
+    a.__exit__(None, None, None)
+    assert not times(Variable(xp.ones(1)), 2).requires_grad
+    assert repr(a).startswith("Tape(0 nodes") and repr(b).startswith("Tape(1 nodes")
+
+
+def test_leaving_a_tape_inside_no_grad_raises():
+    tape = Tape()
+    tape.__enter__()
+    with no_grad(), pytest.raises(RuntimeError, match="expected the last entered to be left first"):
+        tape.__exit__(None, None, None)
+    tape.__exit__(None, None, None)
+
+
+def test_one_tape_entered_twice(xp):
+    tape = Tape()
+    with tape:
+        with tape:
+            times(Variable(xp.ones(1)), 2)
+        assert times(Variable(xp.ones(1)), 2).requires_grad
+    assert not times(Variable(xp.ones(1)), 2).requires_grad
 
 
 def test_the_inner_of_two_tapes_records(xp):
