@@ -18,8 +18,8 @@
 // weights and packed, as b: nothing moves between lanes.
 //
 // Softmax: weights are 2^(score - reference), with scores in units of log 2. A row's reference is its largest
-// score seen so far plus HEADROOM, set at the first group and raised only when a weight reaches 2, which is
-// one bit of the packed weight: any row is right, and most are never rescaled.
+// score seen so far plus HEADROOM, set at the first group and raised only when a weight outgrows a limit,
+// which is one bit of the packed weight: any row is right, and most are never rescaled.
 //
 // Compile-time constants, from passes/psa_forward.py:
 //   T                    __half or __nv_bfloat16
@@ -41,8 +41,24 @@ constexpr int PITCH = CHUNK + 8, QUERY_PITCH = QUERIES + 8;
 constexpr int ELEMENT = sizeof(T), ROW_BYTES = PITCH * ELEMENT;
 constexpr int RING = LOOKAHEAD + 1;
 constexpr int SLOT = ROWS * PITCH;
-constexpr float HEADROOM = 6.0f;
-constexpr unsigned REACHED_TWO = 0x40004000u;  // the highest exponent bit of both halves of a pair
+
+// How far above the largest score the reference is, and what tells of a pair of weights that one has outgrown
+// its limit: the highest bit of a half, after an addition. bfloat16's weights may begin at 2^-6 and grow to
+// 2, which the highest exponent bit tells. float16's begin at 1, since the smallest ones need every bit there
+// is (2^-24 is the last), and grow to 2^9: that is 0x6000, to which 0x2000 more gives the highest bit of all.
+template <class Element>
+struct Range;
+template <>
+struct Range<__nv_bfloat16> {
+    static constexpr int HEADROOM = 6;
+    static constexpr unsigned ADDED = 0, OUTGROWN = 0x40004000u;
+};
+template <>
+struct Range<__half> {
+    static constexpr int HEADROOM = 0;
+    static constexpr unsigned ADDED = 0x20002000u, OUTGROWN = 0x80008000u;
+};
+constexpr float HEADROOM = Range<T>::HEADROOM;
 constexpr unsigned WARP = 0xffffffffu;
 
 // Tells the compiler that all lanes have the same number: it takes no register of theirs.
@@ -235,10 +251,10 @@ struct QueryTile {
         }
     }
 
-    // Scores to packed weights p[half] = {keys 0 to 7, keys 8 to 15}, which are added to total. TAIL: keys
-    // from `left` on (counted from the lane's first) do not exist. Returns whether one of the lane's weights
-    // reached 2 (or is no number).
-    template <bool TAIL>
+    // Scores to packed weights p[half] = {keys 0 to 7, keys 8 to 15}, which are added to total. CAREFUL:
+    // scores are scaled already, and keys from `left` on (counted from the lane's first) do not exist.
+    // Returns whether one of the lane's weights has outgrown the limit (or is no number).
+    template <bool CAREFUL>
     __device__ __forceinline__ bool weigh(unsigned (&p)[QUERY_TILES][2][2], RowValues& total, const Scores& s,
                                           float scale, int left) const {
         unsigned any = 0;
@@ -249,20 +265,22 @@ struct QueryTile {
                 float weight[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    weight[i] =
-                        exp2_approx(fmaf(s[t][i / 2][2 * half + i % 2], scale, -reference.of[t][half]));
-                    if (TAIL && i / 2 * 8 + i % 2 >= left) weight[i] = 0;
+                    const float score = s[t][i / 2][2 * half + i % 2], subtracted = reference.of[t][half];
+                    weight[i] = exp2_approx(CAREFUL ? score - subtracted : fmaf(score, scale, -subtracted));
+                    if (CAREFUL && i / 2 * 8 + i % 2 >= left) weight[i] = 0;
                 }
                 total.of[t][half] += (weight[0] + weight[1]) + (weight[2] + weight[3]);
                 p[t][half][0] = pack2(weight[0], weight[1], T());
                 p[t][half][1] = pack2(weight[2], weight[3], T());
-                any |= p[t][half][0] | p[t][half][1];
+                // Masked early on one side: so written, no compiler spills.
+                any = any | (p[t][half][0] + Range<T>::ADDED) |
+                      ((p[t][half][1] + Range<T>::ADDED) & Range<T>::OUTGROWN);
             }
-        return any & REACHED_TWO;
+        return any & Range<T>::OUTGROWN;
     }
 
-    // Raises the references to what the scores ask for, and brings o and sum to them.
-    __device__ __forceinline__ void raise(const Scores& s, float scale, int left) {
+    // Raises the references to what the scaled scores ask for, and brings o and sum to them.
+    __device__ __forceinline__ void raise(const Scores& s, int left) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int t = 0; t < QUERY_TILES; t++)
@@ -271,8 +289,7 @@ struct QueryTile {
                 float largest = negative_infinity<float>();
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if (i / 2 * 8 + i % 2 < left)
-                        largest = fmaxf(largest, s[t][i / 2][2 * half + i % 2] * scale);
+                    if (i / 2 * 8 + i % 2 < left) largest = fmaxf(largest, s[t][i / 2][2 * half + i % 2]);
                 largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
                 largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
                 const float raised = fmaxf(reference.of[t][half], largest + HEADROOM);
@@ -332,7 +349,13 @@ struct QueryTile {
     __device__ __forceinline__ void attend_with_care(SharedAddress keys, float scale, int left) {
         Scores s;
         multiply(s, keys);
-        raise(s, scale, left);
+        // Rounded first: of a huge score what rounding leaves is a large number itself, and no exponent.
+#pragma unroll
+        for (int i = 0; i < QUERY_TILES * 8; i++) {
+            float& score = s[i / 8][i / 4 % 2][i % 4];
+            score = __fmul_rn(score, scale);
+        }
+        raise(s, left);
         unsigned p[QUERY_TILES][2][2];
         weigh<true>(p, sum, s, scale, left);
         unsigned v[4];
@@ -367,7 +390,7 @@ struct QueryTile {
                 // HEADROOM is taken back where it is exact, before the logarithm.
                 if (lane % 4 == 0 && row_query < tokens)
                     lse[row_query] = fmaf(reference.of[t][half] - HEADROOM, 0.693147181f,
-                                          logf(total * static_cast<float>(1 << static_cast<int>(HEADROOM))));
+                                          logf(total * static_cast<float>(1 << Range<T>::HEADROOM)));
                 scale_columns(t, half, 1.0f / total, lane);
             }
             const int query = first + t * 16 + lane % 4 * 2;

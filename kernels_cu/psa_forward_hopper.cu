@@ -47,16 +47,10 @@ constexpr int NEXT_BOX = BOX_BYTES / 16, SECOND_HALF = 32 * 2 / 16;
 
 // What a thread's weights of a query may add up to in the first pass. Modest sums are of the size that exact
 // ones have. Larger ones do where nothing became infinite on the way: neither a weight in 16 bits, nor the
-// output, whose values may be large, too. The logarithm of still larger ones is not exact enough.
-constexpr float MODEST_SUM = 32768.0f, LARGEST_SUM = 1099511627776.0f;
-// How far the first pass's reference is above the maximum of the first keys: leaves float16 weights room to
-// grow, by 2^19, and the smallest ones enough bits.
-__device__ __forceinline__ float reference_above_maximum(__half) {
-    return 4.0f;
-}
-__device__ __forceinline__ float reference_above_maximum(__nv_bfloat16) {
-    return 0.0f;
-}
+// output, whose values may be large, too. The logarithm of still larger ones is not exact enough. And all of
+// a query's weights together are 1 or more, but where the scores are so large that rounding moved the
+// reference.
+constexpr float MODEST_SUM = 32.0f, LARGEST_SUM = 1099511627776.0f, LEAST_SUM = 0.5f;
 // The reference before the first key: below any score that the contract allows, and finite.
 constexpr float LOWEST = -3.0e38f;
 
@@ -140,7 +134,10 @@ __device__ __forceinline__ void weigh(const float (&s)[16], unsigned (&p)[2][4],
         float weight[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            weight[i] = exp2_approx(fmaf(s[8 * half + i], scale, -softmax.reference[i / 2 % 2]));
+            const float score = s[8 * half + i], subtracted = softmax.reference[i / 2 % 2];
+            // Of huge scores what rounding leaves is a large number itself: rounded as the reference was.
+            weight[i] = exp2_approx(ALL_EXIST ? fmaf(score, scale, -subtracted)
+                                              : __fmul_rn(score, scale) - subtracted);
             if (!ALL_EXIST && !exists(8 * half + i, keys)) weight[i] = 0;
         }
         // One pair after the other: little is left to add once the last weight is there.
@@ -223,14 +220,12 @@ __device__ __forceinline__ void scores_and_values(float (&s)[16], const unsigned
     }
 }
 
-// The first pass's reference: near the maximum of the first keys.
+// The first pass's reference: the maximum of the first keys.
 __device__ __forceinline__ void start(Softmax& softmax, const float (&s)[16], float scale, int keys) {
     step_maximum(softmax.reference, s, scale, keys);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        softmax.reference[h] += reference_above_maximum(T());
+    for (int h = 0; h < 2; ++h)
         softmax.sum[h] = 0;
-    }
 }
 
 // All keys of the ring against a reference that stays as it is. At the end every box was brought and waited
@@ -298,6 +293,13 @@ __device__ __forceinline__ void first_pass(const Ring& ring, const unsigned (&q)
 
 // Whether the first pass may have left the range of a type; so it has where anything is not a number.
 __device__ __forceinline__ bool left_range(const Softmax& softmax, const float (&o)[VALUE_ROWS / 2]) {
+    bool vanished = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float two = softmax.sum[h] + __shfl_xor_sync(0xffffffffu, softmax.sum[h], 1);
+        vanished |= !(two + __shfl_xor_sync(0xffffffffu, two, 2) >= LEAST_SUM);
+    }
+    if (vanished) return true;
     if (softmax.sum[0] < MODEST_SUM && softmax.sum[1] < MODEST_SUM) return false;
     float total =
         softmax.sum[0] < LARGEST_SUM && softmax.sum[1] < LARGEST_SUM ? 0 : __uint_as_float(0x7f800000u);

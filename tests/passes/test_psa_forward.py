@@ -235,10 +235,15 @@ SPILLS = pairwise(
         "dtype": DTYPES,
     }
 )
+SMALL_MEMORY = [  # the tile of their own with the most registers
+    {"arch": arch, "dims": (32, 64), "tokens": 1600, "dtype": dtype}
+    for arch in ("sm_89", "sm_120")
+    for dtype in DTYPES
+]
 
 
 @pytest.mark.skipif(not nvrtc.is_available, reason="CuPy (NVRTC) is not installed: the extra nvrtc")
-@pytest.mark.parametrize("row", SPILLS, ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("row", SPILLS + SMALL_MEMORY, ids=lambda row: "-".join(map(str, row.values())))
 def test_compiles_without_spills(row):
     described = PSAProblem(PSAGeometry(64, 4, *row["dims"], 1, row["tokens"]), row["dtype"])
     (launch,) = portable.plan(described, nvrtc.DEVICES[row["arch"]]).launches
