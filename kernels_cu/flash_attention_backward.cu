@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS<ROWS*(KEY_
             const int row = warp_row + lane.row_of(i);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
-                scores[i][j] = exponential(scores[i][j] - lse_tile[row]) * (d_p[i][j] - delta_tile[row]);
+                scores[i][j] = probability(scores[i][j], lse_tile[row]) * (d_p[i][j] - delta_tile[row]);
         }
         share_weights(weights, scores, lane);
         accumulate<KEY_SUMS>(sums, weights, k_tile, lane);
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(
             const Real row_lse = lse_tile[lane.column_of(j)];
 #pragma unroll
             for (int i = 0; i < ROWS; i++)
-                scores[i][j] = exponential(scaled(scores[i][j], scale) - row_lse);
+                scores[i][j] = probability(scaled(scores[i][j], scale), row_lse);
         }
         share_weights(weights, scores, lane);
         accumulate<VALUE_SUMS>(d_v_sums, weights, d_o_tile, lane);

@@ -33,6 +33,12 @@ __device__ __forceinline__ float exponential(float x) {
 __device__ __forceinline__ double exponential(double x) {
     return exp(x);
 }
+// A probability from its lse, which may have been rounded below the score: at most 1. (Not a number stays.)
+template <class A>
+__device__ __forceinline__ A probability(A score, A lse) {
+    const A exponent = score - lse;
+    return exponential(exponent > 0 ? A(0) : exponent);
+}
 // product * scale with a rounding of its own: the compiler must not fuse it with a subtraction.
 __device__ __forceinline__ float scaled(float product, float scale) {
     return __fmul_rn(product, scale);

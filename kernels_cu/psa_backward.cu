@@ -64,6 +64,9 @@ __device__ __forceinline__ float exp2_of(float x) {
 __device__ __forceinline__ double exp2_of(double x) {
     return exp2(x);
 }
+__device__ __forceinline__ double at_most_zero(double exponent) {
+    return exponent > 0 ? 0 : exponent;
+}
 __device__ __forceinline__ float multiply_add(float a, float b, float c) {
     return fmaf(a, b, c);
 }
@@ -488,11 +491,11 @@ struct Task {
             for (int x = 0; x < 4; ++x) {
                 const int place = 8 * j + lane % 4 * 2 + x % 2;
                 const Row& of = KEYS ? rows[place] : row_of_half[x / 2];
-                s[j][x] = exp2_of(multiply_add(s[j][x], scale_log2, -of.lse_log2));
+                s[j][x] = exp2_of(at_most_zero(multiply_add(s[j][x], scale_log2, -of.lse_log2)));
                 d_p[j][x] = s[j][x] * (d_p[j][x] - of.delta);
             }
         }
-        // Keys beyond the last have S = 0, hence any P, even infinite. (Queries: lse makes their P zero.)
+        // Keys beyond the last have S = 0, hence any P up to 1. (Queries: lse makes their P zero.)
         if (!KEYS && left < STEP) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {

@@ -483,7 +483,7 @@ __device__ __forceinline__ void run(const Shared& shared, unsigned char* memory,
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 const float2 pair = KEYS ? column[i / 4 * 2 + i % 2] : row[i / 2 % 2];
-                s[i] = exp2_approx(fmaf(s[i], work.scale_log2, -pair.x));
+                s[i] = exp2_approx(at_most_zero(fmaf(s[i], work.scale_log2, -pair.x)));
             }
             wgmma_wait<1>();
             pin(s);
@@ -493,7 +493,7 @@ __device__ __forceinline__ void run(const Shared& shared, unsigned char* memory,
                 const float2 pair = KEYS ? column[i / 4 * 2 + i % 2] : row[i / 2 % 2];
                 d_p[i] = s[i] * (d_p[i] - pair.y);
             }
-            if (!KEYS && last) {  // keys beyond the last have a score of 0, whose P may be inf
+            if (!KEYS && last) {  // keys beyond the last have a score of 0, hence a P
                 clear_columns(d_p, work.tokens - (steps - 1) * STEP, lane);
             }
             wgmma_wait<0>();

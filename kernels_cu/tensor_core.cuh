@@ -110,6 +110,13 @@ __device__ __forceinline__ unsigned round_to_tf32(float value) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
     return rounded;
 }
+// At most 0: a probability's exponent, which a rounded lse may lift above. Not a number stays (fminf hides
+// it).
+__device__ __forceinline__ float at_most_zero(float exponent) {
+    float result;
+    asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(exponent));
+    return result;
+}
 // 2^x and log2(x) within about 2^-22; 2^-infinity is 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float result;

@@ -77,6 +77,7 @@ inline unsigned round_to_tf32(float value) {
     const bool finite = (bits & 0x7f800000) != 0x7f800000;
     return finite ? (bits + 0x1000) & 0xffffe000u : bits;
 }
+inline float at_most_zero(float exponent) { return exponent > 0 ? 0 : exponent; }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
 
