@@ -13,6 +13,8 @@ from psa_cupy.arguments import require_integer
 
 MAX_KEY_DIM = 128
 MAX_VALUE_DIM = 256
+MAX_TOKENS = 2**31 - 2**10
+"""Kernels count a head's tokens in 32 bits, and a tile past the last."""
 
 
 def ceil_divide(a: int, b: int) -> int:
@@ -133,6 +135,8 @@ class PSAGeometry:
         ):
             if not 1 <= value <= most:
                 raise ValueError(f"{function}: {name} is {value}, expected 1 to {most}")
+        if not self.is_empty and self.tokens > MAX_TOKENS:
+            raise ValueError(f"{function}: H*W is {self.tokens}, expected at most {MAX_TOKENS}")
         return self
 
 

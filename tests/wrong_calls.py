@@ -200,6 +200,18 @@ WRONG_CALLS = {
         ValueError,
         "flash_attention_forward: scale is inf, expected a finite number or None",
     ),
+    "forward: too many tokens": WrongCall(
+        lambda: psa_cupy.psa_forward(np.broadcast_to(QKV[:, :16, :1, :1], (1, 16, 2**16, 2**15)), 2),
+        ValueError,
+        "psa_forward: H*W is 2147483648, expected at most 2147482624",
+    ),
+    "flash: too many queries": WrongCall(
+        lambda: psa_cupy.flash_attention_forward(
+            np.broadcast_to(QKV[:, 0, :1, :1], (1, 2**31, 1)), *[QKV[:, 0, :1, :1]] * 2
+        ),
+        ValueError,
+        "flash_attention_forward: q has shape (1, 2147483648, 1), expected at most 2147482624 tokens",
+    ),
     "forward: scale past float32": WrongCall(
         forward(scale=1.1e38),
         ValueError,

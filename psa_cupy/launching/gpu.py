@@ -21,6 +21,9 @@ from psa_cupy.launching import tensor_map
 from psa_cupy.launching.plan import MOST_PLANS, Device, Kernel, Launch, Operand, Plan, TensorMap
 from psa_cupy.launching.source import render
 
+_MOST_BLOCKS = 2**31 - 1
+"""Of a launch."""
+
 _LEAST_CAPABILITY = (7, 5)
 """Of the GPUs the kernels are written for: Turing."""
 
@@ -79,6 +82,8 @@ def bind(plan: Plan, device_id: int) -> Executable:
     ------
     RuntimeError
         If the current stream is capturing: a first call compiles and loads kernels.
+    ValueError
+        If a launch needs more blocks than a GPU takes.
 
     """
     if cupy.cuda.get_current_stream().is_capturing():
@@ -131,6 +136,11 @@ class _BoundLaunch:
     """A launch with its kernel loaded and its arguments laid out, for one thread."""
 
     def __init__(self, launch: Launch, device_id: int):
+        if (blocks := launch.grid[0]) > _MOST_BLOCKS:
+            raise ValueError(
+                f"{launch.kernel.entry}: the arrays need {blocks} blocks, "
+                f"expected at most {_MOST_BLOCKS}: split the batch"
+            )
         self._function = load(launch.kernel, launch.shared_bytes, device_id)
         self._launch_kernel = functools.partial(
             driver.launchKernel, self._function.ptr, *launch.grid, *launch.block, launch.shared_bytes

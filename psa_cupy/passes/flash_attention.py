@@ -22,7 +22,7 @@ from psa_cupy.arguments import (
     require_target,
     softmax_scale,
 )
-from psa_cupy.geometry import MAX_KEY_DIM, MAX_VALUE_DIM, ceil_divide, round_up
+from psa_cupy.geometry import MAX_KEY_DIM, MAX_TOKENS, MAX_VALUE_DIM, ceil_divide, round_up
 from psa_cupy.launching import place
 from psa_cupy.launching.plan import Device, Kernel, Launch, Operand, Plan, Scratch
 from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always
@@ -247,6 +247,11 @@ def _problem(function: str, q, k, v, scale) -> FlashProblem:
         if not 1 <= dim <= most:
             raise ValueError(
                 f"{function}: {name} has shape {array.shape}, expected a last dimension from 1 to {most}"
+            )
+    for name, array, tokens in (("q", q, queries), ("k", k, keys)):
+        if tokens > MAX_TOKENS:
+            raise ValueError(
+                f"{function}: {name} has shape {array.shape}, expected at most {MAX_TOKENS} tokens"
             )
     scale = softmax_scale(function, scale, key_dim, dtype)
     return FlashProblem(bh, queries, keys, key_dim, value_dim, dtype, scale)

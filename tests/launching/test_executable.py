@@ -136,6 +136,13 @@ def test_a_launch_gets_its_geometry_stream_and_arguments(stream, driver):
         assert driver.launched.pop() == launched
 
 
+def test_more_blocks_than_a_gpu_takes_are_refused(driver):
+    kernel = Kernel("file.cu", "entry", (("T", np.dtype(np.float16)),))
+    gpu.Executable(Plan((Launch(kernel, (2**31 - 1, 1, 1), (32, 1, 1), ()),)), 0)
+    with pytest.raises(ValueError, match=r"entry: the arrays need 2147483648 blocks, .* split the batch"):
+        gpu.Executable(Plan((Launch(kernel, (2**31, 1, 1), (32, 1, 1), ()),)), 0)
+
+
 def test_threads_do_not_share_argument_buffers(stream, driver):
     """All have written theirs before the driver reads any."""
     executable, threads = one_launch(), 3
