@@ -493,7 +493,7 @@ __device__ __forceinline__ void run(const Shared& shared, unsigned char* memory,
                 const float2 pair = KEYS ? column[i / 4 * 2 + i % 2] : row[i / 2 % 2];
                 d_p[i] = s[i] * (d_p[i] - pair.y);
             }
-            if (!KEYS && last) {  // keys beyond the last have a score of 0, hence a P
+            if (!KEYS && last) {  // keys beyond the last have a score of 0: their P is not 0
                 clear_columns(d_p, work.tokens - (steps - 1) * STEP, lane);
             }
             wgmma_wait<0>();

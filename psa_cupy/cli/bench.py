@@ -26,7 +26,7 @@ from rich.table import Table
 import psa_cupy
 from psa_cupy.arguments import DTYPES
 from psa_cupy.cli import ceilings, peers
-from psa_cupy.cli.machine import Machine, find_machine, installed_versions
+from psa_cupy.cli.machine import Machine, find_machine, first_line, installed_versions
 from psa_cupy.cli.shapes import random_array
 from psa_cupy.geometry import MAX_KEY_DIM, PSAGeometry
 
@@ -93,7 +93,7 @@ def _measured_rates(console: Console, machine: Machine, dtype: np.dtype) -> ceil
     try:
         return ceilings.measure(machine, dtype)
     except Exception as error:  # the times are worth having without limits
-        console.print(f"no limits: {_reason(error)}", highlight=False, markup=False)
+        console.print(f"no limits: {first_line(error)[:100]}", highlight=False, markup=False)
         return None
 
 
@@ -158,14 +158,9 @@ def _run(console, machine, tasks, rates):
                 rows.append(_measure(machine, task, rates))
             except Exception as error:  # a peer that refuses a shape must not end the run
                 what = f"{task.name} {task.shape.bench_shape} {task.work}"
-                refusals.append(f"{what}: not measured: {_reason(error)}")
+                refusals.append(f"{what}: not measured: {first_line(error)[:100]}")
             progress.advance(bar)
     return rows, refusals
-
-
-def _reason(error: Exception) -> str:
-    """One line of an error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
 
 
 def _measure(machine: Machine, task: _Task, rates) -> Row:

@@ -100,18 +100,19 @@ def find_machine() -> Machine:
     try:
         import cupy
     except ImportError as error:  # a CUDA library of another release, or none
-        return _cpu(f"CuPy is installed, but cannot be imported ({_first_line(error)}).")
+        return _cpu(f"CuPy is installed, but cannot be imported ({first_line(error)}).")
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return _cpu(f"CuPy is installed, but finds no usable GPU ({_first_line(error)}).")
+        return _cpu(f"CuPy is installed, but finds no usable GPU ({first_line(error)}).")
     if count == 0:
         return _cpu("CuPy is installed, but finds no GPU.")
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     return Machine(cupy, True, name, hint="")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -11,7 +11,7 @@ from psa_cupy import reference
 from psa_cupy.arguments import require_disjoint, require_dtype, require_integer, require_shape, require_target
 from psa_cupy.geometry import PSAGeometry
 from psa_cupy.launching import place
-from psa_cupy.launching.plan import Device, Operand, Plan
+from psa_cupy.launching.plan import MOST_PLANS, Device, Operand, Plan
 from psa_cupy.passes.descriptor import Pass, PSAProblem, Variant, always
 from psa_cupy.passes.layout import geometry_of_heads, transpose_launch
 
@@ -170,7 +170,7 @@ def _backward_plan(problem: PSAProblem, device: Device) -> Plan:
     return _backward_plan_adding(problem, device, problem.accumulate, problem.accumulate)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=MOST_PLANS)
 def _backward_plan_adding(problem: PSAProblem, device: Device, to_lo: bool, to_hi: bool) -> Plan:
     """The backward's plan for targets of which one may be given and the other not."""
     return _plan(problem, device, "merge_attn_backward", ("d_out", "d_o_lo", "d_o_hi"), to_lo, to_hi)
